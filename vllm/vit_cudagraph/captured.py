@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One captured token budget: its buffers, and how fresh values get into them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from vllm.vit_cudagraph.geometry import Capacity, NotCapturable
+from vllm.vit_cudagraph.graphs import CapturedGraph
+
+Padding = Mapping[str, Callable[[torch.Tensor, torch.Tensor], None]]
+
+
+class BufferMoved(RuntimeError):
+    """A buffer that a graph reads lies at another address than at capture."""
+
+
+@dataclass
+class CapturedBudget:
+    """A graph and the buffers that it reads and writes.
+
+    Attributes:
+        capacity: What the buffers hold; ``capacity.budget`` is the token budget.
+        graph: Reads ``buffers``, writes ``output``.
+        buffers: Pixels and metadata; a name without a buffer is None in the tower's metadata.
+        output: The tower's output rows, overwritten by each replay.
+    """
+
+    capacity: Capacity
+    graph: CapturedGraph
+    buffers: dict[str, torch.Tensor]
+    output: torch.Tensor
+    _addresses: dict[str, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._addresses = {name: buffer.data_ptr() for name, buffer in self.buffers.items()}
+
+    def check(self, values: Mapping[str, torch.Tensor | None]) -> None:
+        """Hold values against buffers before anything is copied.
+
+        Raises:
+            NotCapturable: A value has another dtype or trailing shape than its buffer, or more
+                rows, or is missing.
+            BufferMoved: A hook rebound a buffer.
+        """
+        for name, buffer in self.buffers.items():
+            value = values.get(name)
+            if value is None:
+                raise NotCapturable("a tensor is missing from the metadata", name)
+            if value.dtype != buffer.dtype and buffer.ndim:
+                kind = "pixel" if name == "pixel_values" else name
+                raise NotCapturable(
+                    f"{kind} dtype differs from the buffer", f"{value.dtype}, not {buffer.dtype}"
+                )
+            if value.shape[1:] != buffer.shape[1:]:
+                raise NotCapturable(
+                    f"{name} rows differ in shape from the buffer's",
+                    f"{tuple(value.shape[1:])}, not {tuple(buffer.shape[1:])}",
+                )
+            if buffer.ndim and len(value) > len(buffer):
+                raise NotCapturable(
+                    f"{name} has more rows than its buffer", f"{len(value)} > {len(buffer)}"
+                )
+            if buffer.data_ptr() != self._addresses[name]:
+                raise BufferMoved(
+                    f"buffer {name} moved since capture; a hook must write into buffers, "
+                    "never rebind or resize them"
+                )
+
+    def load(self, values: Mapping[str, torch.Tensor | None], padding: Padding) -> None:
+        """Copy values into the buffers and pad their tails.
+
+        Pixels keep whatever lies past the end: finite rows of an earlier batch, which no
+        attention sequence covers. Longest lengths are baked and are not written.
+        """
+        for name, buffer in self.buffers.items():
+            value = values[name]
+            assert value is not None
+            if name in padding:
+                padding[name](buffer, value)
+            else:
+                buffer[: len(value)].copy_(value)

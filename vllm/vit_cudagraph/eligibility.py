@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Why a tower is not captured: decided from configuration alone, so that all ranks agree."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.distributed import get_pp_group
+from vllm.model_executor.models.utils import StageMissingLayer
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+CAPTURABLE_BACKENDS = frozenset(
+    {
+        AttentionBackendEnum.FLASH_ATTN,
+        AttentionBackendEnum.TRITON_ATTN,
+        AttentionBackendEnum.FLASHINFER,
+        AttentionBackendEnum.ROCM_AITER_FA,
+    }
+)
+"""Those whose host side reads only ``max_seqlen``. TORCH_SDPA reads all offsets on the host."""
+
+
+def model_refusal(model: Any, tower: Any) -> str | None:
+    """Why this model's tower cannot be captured as it was built, or None."""
+    if isinstance(tower, StageMissingLayer):
+        return "this process has no vision tower"
+    if not get_pp_group().is_first_rank:
+        return "this pipeline rank never runs the vision tower"
+    if getattr(model, "is_multimodal_pruning_enabled", False):
+        return "video pruning changes embeddings after the tower; set video_pruning_rate=0 for graphs"
+    if tower.attn_backend not in CAPTURABLE_BACKENDS:
+        return (
+            f"attention backend {tower.attn_backend.name} reads offsets on the host; "
+            "set --mm-encoder-attn-backend to FLASH_ATTN or TRITON_ATTN"
+        )
+    if any(getattr(module, "_fp8_dynamic_scale", False) for module in tower.modules()):
+        return (
+            "FP8 attention with dynamic scales keeps a history on the host; "
+            "set mm_encoder_fp8_scale_path to a file of static scales"
+        )
+    return None
+
+
+def config_refusal(vllm_config: Any) -> str | None:
+    """Why these settings rule encoder graphs out for any model, or None."""
+    lora = vllm_config.lora_config
+    if lora is not None and lora.enable_tower_connector_lora:
+        return (
+            "tower LoRA maps adapters to items in the scheduler's order; "
+            "set enable_tower_connector_lora=false for graphs"
+        )
+    return None

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which failures a process can survive."""
+
+from __future__ import annotations
+
+import torch
+
+POISONING_CODES = frozenset({214, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719})
+"""CUDA runtime errors that leave the context unusable: uncorrectable ECC, illegal address, launch
+timeout, destroyed context, device assertion, hardware stack, illegal instruction, misaligned
+address, invalid address space, invalid program counter, launch failure (CUDA runtime API,
+``cudaError_t``)."""
+
+_POISONING_TEXTS = (
+    "illegal memory access",
+    "misaligned address",
+    "device-side assert",
+    "unspecified launch failure",
+    "illegal instruction",
+    "uncorrectable ECC",
+    "hardware stack error",
+    "invalid program counter",
+)
+
+
+def poisons_the_process(error: BaseException) -> bool:
+    """Whether the CUDA context is lost: such an error is passed on unchanged, so that vLLM's own
+    restart sees it. Running out of memory is not one of them."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return False
+    accelerator_error = getattr(torch, "AcceleratorError", ())
+    if isinstance(error, accelerator_error):
+        return getattr(error, "error_code", None) in POISONING_CODES
+    return isinstance(error, RuntimeError) and any(
+        text in str(error) for text in _POISONING_TEXTS
+    )

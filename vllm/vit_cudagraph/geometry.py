@@ -1,0 +1,407 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a vision tower declares about itself, the arithmetic of grids, and proven bounds.
+
+Everything here is pure Python and numpy: no torch, no vllm. Three ideas carry the module.
+
+* A **grid** ``(t, h, w)`` counts patches of one vision item. All sizes follow from it.
+* A tower's metadata is a set of named tensors. For each, :class:`Rows` says *what its rows count*;
+  from that alone its capacity under a token budget is known, and no dummy input is ever run.
+* A **bound** that a graph bakes in must cover every replay that can reach the graph. Each bound
+  below has its proof in its docstring, and a property test that compares it with brute force.
+
+Letters: ``N`` patches, ``T`` merged tokens, ``S`` attention sequences, ``W`` windows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+Grid = tuple[int, int, int]
+"""One vision item: frames, rows and columns, in patches."""
+
+Kind = Literal["patches", "tokens", "sequences", "windows", "longest"]
+Value = Literal["position", "learned", "order", "inverse", "offsets", "lengths", "longest"]
+Pad = Literal["zero", "last", "identity", "bound"]
+
+_PAD_OF_VALUE: dict[Value, Pad] = {
+    "position": "zero",
+    "learned": "zero",
+    "order": "identity",
+    "inverse": "identity",
+    "offsets": "last",
+    "lengths": "zero",
+    "longest": "bound",
+}
+
+
+class NotCapturable(ValueError):
+    """This input cannot go through a graph; the batch runs eagerly.
+
+    Args:
+        reason: One of few texts, counted in the statistics: nothing of the input's values in it.
+        detail: What was found in this input.
+    """
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(f"{reason} ({detail})" if detail else reason)
+        self.reason = reason
+
+
+MALFORMED = "input does not fit its grids"
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One tensor of the tower's metadata.
+
+    Attributes:
+        kind: What its rows count. ``longest`` is a 0-d host number, baked into the graph.
+        value: What the rows hold, so that the default metadata can be derived: ``position`` rows
+            depend on one grid alone and are cached; ``learned`` rows depend on weights as well and
+            are never cached; ``order`` and ``inverse`` are the window order of tokens and back;
+            ``offsets`` are cumulative lengths in patches (one more than their kind's count).
+        covers: For ``lengths`` and ``longest``: the name of the offsets that they belong to.
+        tail: How unused rows are filled, where it is not what ``value`` implies.
+    """
+
+    kind: Kind
+    value: Value
+    covers: str | None = None
+    tail: Pad | None = None
+
+    @property
+    def pad(self) -> Pad:
+        """``zero``; ``last`` repeats the last offset; ``identity`` is the row's own index."""
+        return self.tail or _PAD_OF_VALUE[self.value]
+
+
+def position_rows(*names: str) -> dict[str, Rows]:
+    """One row a patch that depends on one grid alone (rotary tables); cached per grid."""
+    return {name: Rows("patches", "position") for name in names}
+
+
+def learned_rows(*names: str) -> dict[str, Rows]:
+    """One row a patch that depends on weights too (learned positions); never cached."""
+    return {name: Rows("patches", "learned") for name in names}
+
+
+def window_rows(order: str, inverse: str) -> dict[str, Rows]:
+    """Index of tokens in window order, and the index that undoes it."""
+    return {order: Rows("tokens", "order"), inverse: Rows("tokens", "inverse")}
+
+
+def offset_rows(
+    kind: Literal["sequences", "windows"], offsets: str, longest: str, lengths: str | None = None
+) -> dict[str, Rows]:
+    """Cumulative offsets of attention sequences, their longest length and, for backends that want
+    them, the single lengths."""
+    rows = {
+        offsets: Rows(kind, "offsets"),
+        longest: Rows("longest", "longest", covers=offsets),
+    }
+    if lengths is not None:
+        rows[lengths] = Rows(kind, "lengths", covers=offsets)
+    return rows
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What one vision item takes of a graph's capacity."""
+
+    patches: int
+    tokens: int
+    sequences: int
+    windows: int
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How many items and frames one step may hold.
+
+    Attributes:
+        items: Most vision items in a step (at least 1).
+        frames: Most video frames in a step as the user set it; 0 where videos are off; ``None``
+            leaves it to ``tokens_per_sequence``.
+        tokens_per_sequence: Without a user's limit a graph has one sequence slot for so many
+            tokens. 1 can never overflow, since a sequence holds at least one token.
+    """
+
+    items: int
+    frames: int | None = None
+    tokens_per_sequence: int = 8
+
+    def sequences(self, budget: int) -> int:
+        """Most attention sequences in a step of ``budget`` tokens, where each is a frame.
+
+        Each sequence holds at least one token, so ``budget`` bounds it always. An image is one
+        sequence, so ``items`` slots must be there; frames come from the user or from the ratio.
+        """
+        frames = self.frames
+        if frames is None:
+            frames = -(-budget // self.tokens_per_sequence)
+        return max(1, min(budget, max(self.items, frames)))
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """Most of each kind that a graph of one token budget can hold."""
+
+    budget: int
+    items: int
+    patches: int
+    sequences: int
+    windows: int
+
+    def holds(self, items: int, use: Usage) -> bool:
+        return (
+            items <= self.items
+            and use.tokens <= self.budget
+            and use.patches <= self.patches
+            and use.sequences <= self.sequences
+            and use.windows <= self.windows
+        )
+
+
+@dataclass(frozen=True)
+class ViTGeometry:
+    """The geometry of a vision tower.
+
+    Attributes:
+        patch_size, temporal_patch_size, in_channels: Give the width of one pixel row.
+        merge_size: Side of the square of patches that becomes one merged token.
+        rows: Every tensor of the tower's metadata, by the name that the tower reads.
+        window_side: Side of an attention window in merged tokens, or None.
+        temporal_merge: ``none``; ``halve`` (two frames become one token row, Ernie4.5-VL);
+            ``pool`` (all frames become one, Kimi-K2.5).
+        sequences: Whether an attention sequence is a ``frame`` or a whole ``item``.
+        output_rows: What a row of the tower's output is: a merged ``tokens`` row, or one of
+            ``patches`` where a resampler follows.
+        modalities: Names as vLLM has them.
+        pixel_row_shape: Shape of one pixel row; by default flat
+            (``in_channels * temporal_patch_size * patch_size ** 2`` numbers).
+
+    Raises:
+        ValueError: A size that is not positive, windows without window rows or the reverse,
+            a ``covers`` that names no offsets.
+    """
+
+    patch_size: int
+    merge_size: int
+    rows: Mapping[str, Rows]
+    temporal_patch_size: int = 1
+    in_channels: int = 3
+    window_side: int | None = None
+    temporal_merge: Literal["none", "halve", "pool"] = "none"
+    sequences: Literal["frame", "item"] = "frame"
+    output_rows: Literal["tokens", "patches"] = "tokens"
+    modalities: tuple[str, ...] = ("image", "video")
+    pixel_row_shape: tuple[int, ...] = field(default=())
+
+    @classmethod
+    def of_tower(cls, tower: Any, *rows: Mapping[str, Rows], **declared: Any) -> ViTGeometry:
+        """Read patch, merge and channel sizes off a tower of the usual make.
+
+        Args:
+            tower: Has ``patch_embed`` (``patch_size``, ``temporal_patch_size``, a convolution
+                ``proj``) and ``spatial_merge_size``.
+            rows: The metadata's tensors, see :func:`position_rows` and its neighbours.
+            declared: Any other field.
+        """
+        embed = tower.patch_embed
+        return cls(
+            patch_size=embed.patch_size,
+            temporal_patch_size=embed.temporal_patch_size,
+            in_channels=embed.proj.in_channels,
+            merge_size=tower.spatial_merge_size,
+            rows={name: row for part in rows for name, row in part.items()},
+            **declared,
+        )
+
+    def __post_init__(self) -> None:
+        for name in ("patch_size", "merge_size", "temporal_patch_size", "in_channels"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.window_side is not None and self.window_side < 1:
+            raise ValueError(f"window_side must be at least 1 or None, got {self.window_side}")
+        windowed = any(
+            row.kind == "windows" or row.value in ("order", "inverse") for row in self.rows.values()
+        )
+        if windowed != (self.window_side is not None):
+            raise ValueError("declare window_side together with window rows, or neither")
+        for name, row in self.rows.items():
+            if row.value in ("lengths", "longest") and (
+                row.covers not in self.rows or self.rows[row.covers].value != "offsets"
+            ):
+                raise ValueError(f"{name!r} must cover declared offsets, not {row.covers!r}")
+
+    # -- one grid ------------------------------------------------------------------------------
+
+    @property
+    def merge_unit(self) -> int:
+        """Patches in one merged token."""
+        return self.merge_size**2
+
+    @cached_property
+    def pixel_row(self) -> tuple[int, ...]:
+        """Shape of the pixels of one patch."""
+        return self.pixel_row_shape or (
+            self.in_channels * self.temporal_patch_size * self.patch_size**2,
+        )
+
+    def check_grid(self, grid: Sequence[int]) -> None:
+        """Raise :class:`NotCapturable` unless ``grid`` is one that the tower defines."""
+        if len(grid) != 3 or min(grid) < 1:
+            raise NotCapturable(MALFORMED, f"{tuple(grid)} is not three positive numbers")
+        _, h, w = grid
+        if h % self.merge_size or w % self.merge_size:
+            raise NotCapturable(
+                MALFORMED, f"{tuple(grid)} is not a multiple of merge size {self.merge_size}"
+            )
+
+    def patches(self, grid: Grid) -> int:
+        """``t * h * w``: pixel rows of the item."""
+        return grid[0] * grid[1] * grid[2]
+
+    def frame_tokens(self, grid: Grid) -> int:
+        """Merged tokens of one frame."""
+        return (grid[1] // self.merge_size) * (grid[2] // self.merge_size)
+
+    def output_tokens(self, grid: Grid) -> int:
+        """Rows that the item has in the final embeddings."""
+        frames = {"none": grid[0], "halve": max(1, grid[0] // 2), "pool": 1}[self.temporal_merge]
+        return frames * self.frame_tokens(grid)
+
+    def tower_rows(self, grids: Iterable[Grid]) -> int:
+        """Rows that the items have in the tower's own output."""
+        count = self.patches if self.output_rows == "patches" else self.output_tokens
+        return sum(count(grid) for grid in grids)
+
+    def sequence_lengths(self, grid: Grid) -> list[int]:
+        """Lengths in patches of the item's full-attention sequences, in order."""
+        if self.sequences == "item":
+            return [self.patches(grid)]
+        return [grid[1] * grid[2]] * grid[0]
+
+    def window_lengths(self, grid: Grid) -> npt.NDArray[np.int64]:
+        """Lengths in patches of the item's non-empty windows, in window order; shape ``[W]``."""
+        keys = self._window_keys(grid)
+        return np.bincount(keys) * self.merge_unit
+
+    def window_order(self, grid: Grid) -> npt.NDArray[np.int64]:
+        """The item's merged tokens in window order; shape ``[T]``, a permutation of ``0..T-1``.
+
+        Frames come in turn; within a frame windows run row by row, and so do tokens in a window.
+        """
+        return np.argsort(self._window_keys(grid), kind="stable")
+
+    def _window_keys(self, grid: Grid) -> npt.NDArray[np.int64]:
+        """Number of the window that each merged token (row by row, frame by frame) lies in.
+
+        Windows tile a frame from its top left corner, so none of those counted is empty.
+        """
+        if self.window_side is None:
+            raise ValueError("this geometry declares no windows")
+        side = self.window_side
+        t, rows, cols = grid[0], grid[1] // self.merge_size, grid[2] // self.merge_size
+        across = -(-cols // side)
+        in_frame = (np.arange(rows) // side)[:, None] * across + (np.arange(cols) // side)[None, :]
+        per_frame = across * -(-rows // side)
+        frames = np.arange(t)[:, None] * per_frame + in_frame.reshape(1, -1)
+        return frames.reshape(-1)
+
+    def windows(self, grid: Grid) -> int:
+        """Non-empty windows: ``t * ceil(rows / side) * ceil(cols / side)``, 0 without windows."""
+        if self.window_side is None:
+            return 0
+        rows, cols = grid[1] // self.merge_size, grid[2] // self.merge_size
+        return grid[0] * -(-rows // self.window_side) * -(-cols // self.window_side)
+
+    def usage(self, grid: Grid) -> Usage:
+        """What the item takes of a graph's capacity."""
+        return Usage(
+            patches=self.patches(grid),
+            tokens=self.output_tokens(grid),
+            sequences=1 if self.sequences == "item" else grid[0],
+            windows=self.windows(grid),
+        )
+
+    # -- one budget ----------------------------------------------------------------------------
+
+    def capacity(self, budget: int, limits: Limits) -> Capacity:
+        """Most of each kind in any step whose output tokens are at most ``budget``."""
+        return Capacity(
+            budget=budget,
+            items=max(1, min(limits.items, budget)),
+            patches=self._most_patches(budget),
+            sequences=self._most_sequences(budget, limits),
+            windows=self._most_windows(budget, self._most_sequences(budget, limits)),
+        )
+
+    def _most_patches(self, budget: int) -> int:
+        """Most patches: ``budget * merge_unit``, more where frames are merged.
+
+        Each output token is made of ``merge_unit`` patches of one frame. Where two frames become
+        one, ``t`` frames give ``max(1, t // 2)``, and ``t <= 3 * max(1, t // 2)`` (equality at
+        t = 3). Where all frames are pooled no bound exists; such a tower captures t = 1 alone
+        (``vit_capturable``), for which the plain bound holds.
+        """
+        frames_per_token = 3 if self.temporal_merge == "halve" else 1
+        return budget * self.merge_unit * frames_per_token
+
+    def _most_sequences(self, budget: int, limits: Limits) -> int:
+        """Most attention sequences; the planner never sends a step with more to the graph."""
+        if self.sequences == "item":
+            return max(1, min(limits.items, budget))
+        return limits.sequences(budget)
+
+    def _most_windows(self, budget: int, sequences: int) -> int:
+        """Most non-empty windows: ``floor((T + (s - 1) * S) / s)``, never more than ``T``.
+
+        Proof, with window side ``s``. A frame of ``r x c`` merged tokens, ``n = r * c``, has
+        ``ceil(r/s) * ceil(c/s) <= (r + s - 1)(c + s - 1) / s**2
+        = (n + (s - 1)(r + c) + (s - 1)**2) / s**2``. For ``r, c >= 1``: ``(r-1)(c-1) >= 0``, so
+        ``r + c <= n + 1`` and the count is at most
+        ``(n + (s - 1)(n + 1) + (s - 1)**2) / s**2 = (n + s - 1) / s``. Summed over ``S`` frames of
+        ``T`` tokens in all: ``(T + (s - 1) * S) / s``, and a count is whole. Strips reach it
+        (``r = 1, c = s * k + 1``). A window holds a token, so ``T`` bounds it as well; that is the
+        bound used where a sequence is a whole item, since frames are not counted there.
+        """
+        if self.window_side is None:
+            return 0
+        tokens = self._most_patches(budget) // self.merge_unit
+        if self.sequences == "item":
+            return tokens
+        return min(tokens, (tokens + (self.window_side - 1) * sequences) // self.window_side)
+
+    def rows_capacity(self, kind: Kind, capacity: Capacity) -> int:
+        """Rows of a buffer whose rows count ``kind`` (offsets take one more)."""
+        return {
+            "patches": capacity.patches,
+            "tokens": capacity.patches // self.merge_unit,
+            "sequences": capacity.sequences,
+            "windows": capacity.windows,
+            "longest": 0,
+        }[kind]
+
+    def longest_bound(self, name: str, capacity: Capacity) -> int:
+        """Longest sequence in patches, over all steps within ``capacity``, of the offsets that
+        ``name`` covers.
+
+        A window holds at most ``side ** 2`` merged tokens. A frame, or an item where sequences are
+        items, holds at most all patches of the step. Neither can exceed the step's patches.
+        """
+        covered = self.rows[str(self.rows[name].covers)]
+        if covered.kind == "windows":
+            assert self.window_side is not None
+            return min(self.window_side**2 * self.merge_unit, capacity.patches)
+        return capacity.patches
+
+    def smallest_grid(self) -> Grid:
+        """The smallest item: one merged token."""
+        return (1, self.merge_size, self.merge_size)

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Graph backends: how one encoder forward is captured once and replayed many times.
+
+Two backends keep one protocol, so that everything above them is the same code on every machine:
+
+* ``cuda.py``: real CUDA graphs, on a GPU.
+* ``recorded.py``: the CPU twin. It records the operators of a forward and runs them again into the
+  same storages, under the rules of a CUDA graph. For tests and demonstrations; it is not fast.
+
+Both live under the same contract, which is a CUDA graph's own:
+
+* Python numbers, and 0-dim tensors on the host, keep the value that they had at capture.
+* Addresses are fixed: every replay reads the buffers that capture read, and writes the output
+  tensor that capture returned. Fresh data reaches a graph only through its buffers.
+* The host takes no part in a replay, so nothing in ``forward`` may depend on a device value that
+  the host reads, and no shape may depend on data.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+class GraphCaptureError(RuntimeError):
+    """``forward`` does something that a CUDA graph cannot replay; it says which operator."""
+
+
+class CapturedGraph(Protocol):
+    """One captured forward."""
+
+    def replay(self) -> None:
+        """Run the captured work again: reads the buffers of capture, overwrites its output."""
+
+
+class GraphBackend(Protocol):
+    """What the manager needs from a way to capture graphs."""
+
+    name: str
+    """Short name for log lines: ``"cuda"`` or ``"recorded"``."""
+
+    def refusal(self, vllm_config: "VllmConfig") -> str | None:
+        """Why nothing can be captured under these settings, or None if something can.
+
+        The reason names the setting to change and a value that works.
+        """
+
+    def capture(
+        self, forward: Callable[[], torch.Tensor], pool: Any
+    ) -> tuple[CapturedGraph, torch.Tensor]:
+        """Call ``forward`` once to warm up and once to capture it, in inference mode.
+
+        Args:
+            forward: takes nothing, reads its buffers, returns one tensor of any shape.
+            pool: memory pool handle that the graphs of a manager share (CUDA); the twin has no use
+                for one.
+
+        Returns:
+            The graph, and the tensor that capture computed: its address is fixed and each replay
+            overwrites it, so clone what must outlive the next one.
+
+        Raises:
+            GraphCaptureError: ``forward`` cannot be captured (the twin says which operator and
+                why; CUDA's own errors are passed on as they are).
+        """
+
+
+def backend_for(device: torch.device) -> GraphBackend:
+    """The backend that captures graphs on ``device``; imported only when it is asked for.
+
+    Raises:
+        ValueError: no backend captures on this type of device.
+    """
+    if device.type == "cuda":
+        from vllm.vit_cudagraph.graphs.cuda import CudaBackend
+
+        return CudaBackend()
+    if device.type == "cpu":
+        from vllm.vit_cudagraph.graphs.recorded import RecordedBackend
+
+        return RecordedBackend()
+    raise ValueError(
+        f"Encoder graphs cannot be captured on a device of type {device.type!r}: set "
+        '"cudagraph_mm_encoder": false in --compilation-config, or use a "cuda" device (or "cpu", '
+        "for tests)."
+    )

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real CUDA graphs."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vllm.utils.torch_utils import current_stream
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+class CudaBackend:
+    """Captures with ``torch.cuda.CUDAGraph`` on the stream that vLLM runs the model on."""
+
+    name = "cuda"
+
+    def refusal(self, vllm_config: "VllmConfig") -> str | None:
+        """Nothing in the settings stops a CUDA capture as such."""
+        return None
+
+    def capture(
+        self, forward: Callable[[], torch.Tensor], pool: Any
+    ) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        """See :class:`vllm.vit_cudagraph.graphs.GraphBackend`. CUDA's errors pass unchanged."""
+        stream = current_stream()
+        graph = torch.cuda.CUDAGraph()
+        with torch.inference_mode(), torch.cuda.stream(stream):
+            # Kernels are loaded, workspaces allocated and autotuned here: none of it is legal
+            # while capturing. The first wait keeps it off work that is still in flight elsewhere,
+            # the second brings a failure of the warm-up to light before capture begins.
+            torch.cuda.synchronize()
+            forward()
+            torch.cuda.synchronize()
+            output = _capture_into(graph, forward, pool, stream)
+        return graph, output
+
+
+def _capture_into(
+    graph: torch.cuda.CUDAGraph,
+    forward: Callable[[], torch.Tensor],
+    pool: Any,
+    stream: torch.cuda.Stream,
+) -> torch.Tensor:
+    cause: Exception | None = None
+    try:
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
+            try:
+                return forward()
+            except Exception as exc:
+                cause = exc
+                raise
+    except Exception as exc:
+        # Ending an invalidated capture raises too, and would hide what went wrong inside it.
+        if cause is None or cause is exc:
+            raise
+        raise cause from exc

@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``EncoderGraphManager``: captures a tower's graphs, runs batches through them, counts.
+
+WHY. It takes the place of vLLM's ``EncoderCudaGraphManager`` (``plugin.py``). For models on the
+mixin it sizes graphs by capacity, packs by every capacity, checks before it copies, and turns any
+survivable failure into an eager run. For all other models it only adds the last of these.
+
+FRAGILITY. It subclasses upstream's class and relies on the pieces that ``contract.py`` names and
+compares at start-up.
+
+SCOPE. Both model runners drive it: V2 makes one manager and calls ``capture``, ``clear``,
+``capture``; V1 makes one to measure memory and another to keep. So buffers live from ``capture``
+to ``clear``, in the pool handed in each time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from vllm.distributed import get_tensor_model_parallel_world_size
+from vllm.logger import init_logger
+from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
+from vllm.vit_cudagraph import budgets
+from vllm.vit_cudagraph.captured import CapturedBudget
+from vllm.vit_cudagraph.eligibility import config_refusal, model_refusal
+from vllm.vit_cudagraph.failures import poisons_the_process
+from vllm.vit_cudagraph.geometry import Capacity, NotCapturable
+from vllm.vit_cudagraph.graphs import backend_for
+from vllm.vit_cudagraph.mixin import ViTInputs, WindowedViTCudaGraphMixin
+from vllm.vit_cudagraph.planning import Step, plan_steps
+from vllm.vit_cudagraph.statistics import Statistics, log_interval
+from vllm.vit_cudagraph.stock_safety import StockSafety
+
+logger = init_logger(__name__)
+
+
+class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
+    """Encoder CUDA graphs that are never wrong and never down.
+
+    Args:
+        vllm_config, device, dtype, model: As upstream's manager takes them.
+    """
+
+    def __init__(
+        self, vllm_config: Any, device: torch.device, dtype: torch.dtype, model: Any
+    ) -> None:
+        self.on_mixin = isinstance(model, WindowedViTCudaGraphMixin)
+        if not self.on_mixin:
+            super().__init__(vllm_config, device, dtype, model)
+            return
+        settings = budgets.Settings.of(vllm_config, model)
+        super().__init__(settings.acceptable_upstream(vllm_config), device, dtype, model)
+        self.vllm_config = vllm_config
+        self.settings = settings
+        self.token_budgets = list(settings.token_budgets)
+        self.max_batch_size = settings.limits.items
+        self.backend = backend_for(device)
+        self.captured: dict[int, CapturedBudget] = {}
+        self.statistics = Statistics()
+        self._log_interval = log_interval()
+        self.refusal = (
+            config_refusal(vllm_config)
+            or model_refusal(model, model.vit_tower())
+            or self.backend.refusal(vllm_config)
+        )
+        self.path_token_budgets = {"default": [] if self.refusal else self.token_budgets}
+        if self.refusal:
+            logger.warning("Encoder CUDA graphs are off: %s", self.refusal)
+
+    # -- capture -------------------------------------------------------------------------------
+
+    def is_captured(self) -> bool:
+        return bool(self.captured) if self.on_mixin else super().is_captured()
+
+    def clear(self) -> None:
+        """Give back all graphs and buffers; ``capture`` makes them anew."""
+        super().clear()
+        if self.on_mixin:
+            self.captured.clear()
+
+    def capture(self, graph_pool: Any) -> None:
+        """Capture every token budget, largest first; one that fails is left out.
+
+        Args:
+            graph_pool: The runner's memory pool for this round.
+
+        Raises:
+            RuntimeError: A failure under tensor-parallel weights (ranks would disagree), or one
+                that has lost the CUDA context.
+        """
+        if not self.on_mixin:
+            self.capture_stock(graph_pool)
+            return
+        self.clear()
+        self.graph_pool = graph_pool
+        if self.refusal:
+            return
+        start, free = time.perf_counter(), self._free_memory()
+        for budget in sorted(self.token_budgets, reverse=True):
+            try:
+                self.captured[budget] = self._capture(budget)
+            except Exception as error:
+                self._survive(error, f"capturing token budget {budget}")
+                logger.warning(
+                    "Encoder CUDA graph of %d tokens is left out: %s", budget, _brief(error)
+                )
+        self.captured = dict(sorted(self.captured.items()))
+        self.budget_graphs["default"] = self.captured  # type: ignore[assignment]
+        logger.info(
+            "Captured %d encoder CUDA graphs (token budgets %s; at most %d items; %s) in %.1f s, "
+            "%.0f MiB",
+            len(self.captured),
+            list(self.captured),
+            self.max_batch_size,
+            self.settings.frames_text,
+            time.perf_counter() - start,
+            (free - self._free_memory()) / 2**20,
+        )
+
+    def _capture(self, budget: int) -> CapturedBudget:
+        capacity = self.model.vit_declared.capacity(budget, self.settings.limits)
+        # Buffers are written outside inference mode too, so they must not be inference tensors.
+        with torch.inference_mode(False), torch.no_grad():
+            buffers = self.model.vit_buffers(capacity, self.device, self.dtype)
+        graph, output = self.backend.capture(
+            lambda: self.model.encoder_cudagraph_forward(dict(buffers)), self.graph_pool
+        )
+        return CapturedBudget(capacity, graph, buffers, output)
+
+    def _free_memory(self) -> int:
+        """Free device memory in bytes; on the twin, what the buffers take, negated."""
+        if self.device.type == "cuda":
+            return torch.cuda.mem_get_info(self.device)[0]
+        held = (b for c in self.captured.values() for b in (*c.buffers.values(), c.output))
+        return -sum(buffer.numel() * buffer.element_size() for buffer in held)
+
+    # -- service -------------------------------------------------------------------------------
+
+    def execute(self, mm_kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
+        """Embeddings of one modality's items, in order, or None for upstream's own eager path.
+
+        None is said before anything has run: nothing is captured, or the input has no pixels or
+        does not fit its grids (upstream then meets it as it would without us). It is also said
+        where even the eager run fails, so that upstream's own error is the one that is seen.
+        """
+        if not self.on_mixin:
+            return self.execute_stock(mm_kwargs)
+        if not self.captured:
+            return None
+        try:
+            inputs = self.model.vit_checked_inputs(mm_kwargs)
+        except NotCapturable as refused:
+            self._count_eager(refused.reason, 1, str(refused))
+            outputs = None
+        else:
+            outputs = self._execute_checked(mm_kwargs, inputs)
+        self.statistics.log(self._log_interval)
+        return outputs
+
+    def _execute_checked(
+        self, mm_kwargs: dict[str, Any], inputs: ViTInputs
+    ) -> list[torch.Tensor] | None:
+        if not inputs.grids:
+            return []
+        try:
+            outputs = self._execute_ranks(mm_kwargs, inputs)
+            return self.model.vit_finish(outputs, mm_kwargs)
+        except Exception as error:
+            self._survive(error, "running the vision tower")
+            self._count_eager("an error outside the graphs", len(inputs.grids), _brief(error))
+            return None
+
+    def _execute_ranks(self, mm_kwargs: dict[str, Any], inputs: ViTInputs) -> list[torch.Tensor]:
+        """All items here, or this rank's share and the others' by upstream's gather."""
+        if not self.use_dp:
+            return self._execute_local(mm_kwargs)
+        tokens = [self.model.vit_declared.output_tokens(grid) for grid in inputs.grids]
+        local_kwargs, assignment, counts, most_tokens = self._dp_shard(mm_kwargs, tokens)
+        local = self._execute_local(local_kwargs)
+        return self._dp_gather(local, tokens, assignment, counts, most_tokens)
+
+    def _execute_local(self, mm_kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        inputs = self.model.vit_inputs(mm_kwargs)
+        outputs: dict[int, torch.Tensor] = {}
+        tokens = [self.model.vit_declared.output_tokens(grid) for grid in inputs.grids]
+        for step in self._plan(inputs):
+            step_kwargs = self.model.vit_repack(mm_kwargs, step.items)
+            rows = self._replay(step, step_kwargs)
+            replayed = rows is not None
+            if rows is None:
+                with torch.inference_mode():
+                    rows = self.model.encoder_eager_forward(step_kwargs)
+            self.model.postprocess_encoder_output(
+                {"default": rows},
+                list(step.items),
+                tokens,
+                outputs,
+                clone=replayed,
+                batch_mm_kwargs=step_kwargs,
+            )
+        return [outputs[i] for i in range(len(tokens))]
+
+    def _plan(self, inputs: ViTInputs) -> list[Step]:
+        usages = [self.model.vit_declared.usage(grid) for grid in inputs.grids]
+        able = [i for i, grid in enumerate(inputs.grids) if self.model.vit_capturable(grid)]
+        unable = tuple(sorted(set(range(len(usages))) - set(able)))
+        steps = [
+            replace(step, items=tuple(able[i] for i in step.items))
+            for step in plan_steps([usages[i] for i in able], self._capacities(inputs.modality))
+        ]
+        if unable:
+            steps.append(Step(unable, None, "the model captures no such item"))
+        return steps
+
+    def _capacities(self, modality: str) -> list[Capacity]:
+        """Of each captured graph; a limit on frames given by the user holds for videos."""
+        capacities = [graph.capacity for graph in self.captured.values()]
+        frames = self.settings.limits.frames
+        if modality == "image" or frames is None:
+            return capacities
+        return [replace(c, sequences=min(c.sequences, frames)) for c in capacities]
+
+    def _replay(self, step: Step, mm_kwargs: dict[str, Any]) -> torch.Tensor | None:
+        """The graph's output rows (overwritten by its next replay), or None for an eager run."""
+        captured = None if step.budget is None else self.captured.get(step.budget)
+        if captured is None:
+            self._count_eager(step.reason or "its graph was retired", len(step.items))
+            return None
+        try:
+            values = self.model.prepare_encoder_cudagraph_replay_buffers(
+                mm_kwargs, self.max_batch_size, self.max_frames_per_batch
+            ).values
+            captured.check(values)
+            captured.load(values, self.config.padding_logics)
+            captured.graph.replay()
+        except NotCapturable as refused:
+            self._count_eager(refused.reason, len(step.items), str(refused))
+            return None
+        except Exception as error:
+            self._survive(error, f"replaying token budget {captured.capacity.budget}")
+            self._retire(captured.capacity.budget, error)
+            self._count_eager("its graph was retired", len(step.items))
+            return None
+        tokens = self._tokens(self.model.vit_inputs(mm_kwargs))
+        self.statistics.count_replay(captured.capacity.budget, len(step.items), tokens)
+        self.graph_hits += len(step.items)
+        return captured.output
+
+    def _tokens(self, inputs: ViTInputs) -> int:
+        return sum(self.model.vit_declared.output_tokens(grid) for grid in inputs.grids)
+
+    # -- failures and counts -------------------------------------------------------------------
+
+    def _survive(self, error: Exception, doing: str) -> None:
+        """Return if this process can go on without the other ranks noticing; raise otherwise."""
+        if poisons_the_process(error):
+            raise error
+        if get_tensor_model_parallel_world_size() > 1 and not self.use_dp:
+            raise RuntimeError(
+                f"{doing} failed on one rank while the others may wait in an all-reduce of the "
+                "tower; set cudagraph_mm_encoder=false, or mm_encoder_tp_mode=data"
+            ) from error
+
+    def _retire(self, budget: int, error: Exception) -> None:
+        del self.captured[budget]
+        logger.warning(
+            "Encoder CUDA graph of %d tokens is retired after an error; its batches run "
+            "eagerly or in other graphs: %s",
+            budget,
+            _brief(error),
+            exc_info=error,
+        )
+
+    def _count_eager(self, reason: str, items: int, detail: str = "") -> None:
+        """Count, and warn once a reason."""
+        self.graph_misses += items
+        if self.statistics.count_eager(reason, items):
+            logger.warning("Encoder batch runs eagerly: %s (said once)", detail or reason)
+
+    def get_cumulative_stats(self) -> dict[str, Any]:
+        """Upstream's figures, and ours where the model is on the mixin."""
+        stats = super().get_cumulative_stats()
+        if self.on_mixin:
+            stats.update(
+                eager_items=dict(self.statistics.eager),
+                replays=dict(self.statistics.replays),
+                padding_tokens=self.statistics.padding,
+            )
+        return stats
+
+
+def _brief(error: BaseException) -> str:
+    """One line of an error: its class and the first line of its text."""
+    lines: Sequence[str] = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"

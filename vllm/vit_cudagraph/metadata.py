@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From grids to the tensors that a tower reads: exact, unpadded, one function for every path.
+
+Eager runs, capture and replay all take their metadata from :meth:`MetadataBuilder.build`, so they
+cannot drift apart. How offsets are laid out for an attention backend is upstream's business, and
+upstream's functions are called for it (:class:`AttentionLayout`).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderAttention
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.vit_cudagraph.geometry import Capacity, Grid, Pad, Rows, ViTGeometry
+
+Offsets = npt.NDArray[np.int32]
+
+CACHE_BYTES = 64 << 20
+"""Device memory that cached position rows may take; the least recently used grid goes first."""
+
+
+@dataclass(frozen=True)
+class AttentionLayout:
+    """How one attention backend wants offsets, lengths and their bound.
+
+    Attributes:
+        backend: The tower's attention backend.
+        hidden_size, tp_size, fp8_padded_hidden_size: What FlashInfer's element offsets need; other
+            backends ignore them.
+    """
+
+    backend: AttentionBackendEnum
+    hidden_size: int = 0
+    tp_size: int = 1
+    fp8_padded_hidden_size: int | None = None
+
+    @classmethod
+    def of_tower(cls, tower: Any) -> AttentionLayout:
+        return cls(
+            backend=tower.attn_backend,
+            hidden_size=getattr(tower, "hidden_size", 0),
+            tp_size=getattr(tower, "tp_size", 1),
+            fp8_padded_hidden_size=getattr(tower, "fp8_padded_hidden_size", None),
+        )
+
+    @property
+    def sectioned(self) -> bool:
+        """FlashInfer's offsets come in two sections of equal length (Q/K/O and V)."""
+        return self.backend == AttentionBackendEnum.FLASHINFER
+
+    def offsets(self, cumulative: Offsets, device: torch.device) -> torch.Tensor:
+        """Offsets in patches, shape ``[S + 1]``, as the backend reads them on ``device``."""
+        return MMEncoderAttention.maybe_recompute_cu_seqlens(
+            self.backend,
+            cumulative,
+            self.hidden_size,
+            self.tp_size,
+            device,
+            fp8_padded_hidden_size=self.fp8_padded_hidden_size,
+        )
+
+    def lengths(self, cumulative: Offsets, device: torch.device) -> torch.Tensor | None:
+        """Single lengths, or None where the backend does not read them."""
+        return MMEncoderAttention.maybe_compute_seq_lens(self.backend, cumulative, device)
+
+    def longest(self, cumulative: Offsets) -> torch.Tensor:
+        """The longest sequence as a 0-d int32 **host** tensor (0 where no backend reads it)."""
+        bound = MMEncoderAttention.compute_max_seqlen(self.backend, cumulative)
+        return torch.tensor(bound, dtype=torch.int32)
+
+
+class RowCache:
+    """Least-recently-used cache of rows that depend on one grid alone, bounded in bytes."""
+
+    def __init__(self, max_bytes: int = CACHE_BYTES) -> None:
+        self.max_bytes = max_bytes
+        self.bytes = 0
+        self._entries: OrderedDict[Grid, dict[str, torch.Tensor]] = OrderedDict()
+
+    def get(
+        self, grid: Grid, make: Callable[[Grid], dict[str, torch.Tensor]]
+    ) -> dict[str, torch.Tensor]:
+        entry = self._entries.get(grid)
+        if entry is not None:
+            self._entries.move_to_end(grid)
+            return entry
+        entry = make(grid)
+        size = _nbytes(entry)
+        if size <= self.max_bytes:
+            self._entries[grid] = entry
+            self.bytes += size
+        while self.bytes > self.max_bytes:
+            _, dropped = self._entries.popitem(last=False)
+            self.bytes -= _nbytes(dropped)
+        return entry
+
+    def clear(self) -> None:
+        self._entries.clear()
+        self.bytes = 0
+
+
+def _nbytes(entry: Mapping[str, torch.Tensor]) -> int:
+    return sum(rows.numel() * rows.element_size() for rows in entry.values())
+
+
+@dataclass
+class MetadataBuilder:
+    """Builds a tower's metadata from grids.
+
+    Attributes:
+        geometry: What the tower declared.
+        tower: Read for its attention backend, each time: it may be told another after loading.
+        position_rows: Rows of one grid by name, made by the tower; called once a grid.
+        learned_rows: Rows of several grids in order, by name; called each time, since weights may
+            have been replaced in place.
+    """
+
+    geometry: ViTGeometry
+    tower: Any
+    position_rows: Callable[[Grid], Mapping[str, Any]]
+    learned_rows: Callable[[Sequence[Grid]], Mapping[str, Any]]
+    cache: RowCache = field(default_factory=RowCache)
+
+    @property
+    def layout(self) -> AttentionLayout:
+        return AttentionLayout.of_tower(self.tower)
+
+    def build(
+        self, grids: Sequence[Grid], device: torch.device
+    ) -> dict[str, torch.Tensor | None]:
+        """The exact, unpadded metadata of some items.
+
+        Args:
+            grids: At least one item; a window never spans two of them.
+            device: Where tensors go. Longest lengths stay on the host, since attention reads them
+                as Python numbers.
+
+        Returns:
+            A tensor for every name in the geometry's rows; None where the attention backend does
+            not read that tensor.
+        """
+        offsets = {
+            name: self._offsets(row, grids)
+            for name, row in self.geometry.rows.items()
+            if row.value == "offsets"
+        }
+        learned = self._learned(grids)
+        metadata: dict[str, torch.Tensor | None] = {}
+        for name, row in self.geometry.rows.items():
+            match row.value:
+                case "offsets":
+                    metadata[name] = self.layout.offsets(offsets[name], device)
+                case "lengths":
+                    metadata[name] = self.layout.lengths(offsets[str(row.covers)], device)
+                case "longest":
+                    metadata[name] = self.layout.longest(offsets[str(row.covers)])
+                case "position":
+                    metadata[name] = self._positions(name, grids, device)
+                case "learned":
+                    metadata[name] = learned[name].to(device)
+        metadata.update(self._window_index(grids, device))
+        return {name: metadata[name] for name in self.geometry.rows}
+
+    def _offsets(self, row: Rows, grids: Sequence[Grid]) -> Offsets:
+        """Cumulative lengths in patches, int32, from 0; shape ``[S + 1]`` or ``[W + 1]``."""
+        of_grid: Callable[[Grid], Any] = (
+            self.geometry.window_lengths
+            if row.kind == "windows"
+            else self.geometry.sequence_lengths
+        )
+        parts = [np.asarray(of_grid(grid), dtype=np.int32) for grid in grids]
+        return np.concatenate([np.zeros(1, np.int32), *parts]).cumsum(dtype=np.int32)
+
+    def _positions(
+        self, name: str, grids: Sequence[Grid], device: torch.device
+    ) -> torch.Tensor:
+        parts = [self.cache.get(grid, self._make_positions)[name] for grid in grids]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(device)
+
+    def _make_positions(self, grid: Grid) -> dict[str, torch.Tensor]:
+        made = self.position_rows(grid)
+        return {
+            name: made[name] for name, row in self.geometry.rows.items() if row.value == "position"
+        }
+
+    def _learned(self, grids: Sequence[Grid]) -> Mapping[str, Any]:
+        if any(row.value == "learned" for row in self.geometry.rows.values()):
+            return self.learned_rows(grids)
+        return {}
+
+    def _window_index(
+        self, grids: Sequence[Grid], device: torch.device
+    ) -> dict[str, torch.Tensor]:
+        """Window order of all items' tokens and its inverse, int64, shape ``[T]`` each."""
+        named = {row.value: name for name, row in self.geometry.rows.items()}
+        if "order" not in named:
+            return {}
+        parts, first = [], 0
+        for grid in grids:
+            order = self.geometry.window_order(grid)
+            parts.append(order + first)
+            first += len(order)
+        order = np.concatenate(parts)
+        inverse = np.empty_like(order)
+        inverse[order] = np.arange(len(order))
+        both = {named["order"]: order, named["inverse"]: inverse}
+        return {name: async_tensor_h2d(torch.from_numpy(a), device) for name, a in both.items()}
+
+
+# -- buffers -----------------------------------------------------------------------------------
+
+
+def allocate(
+    builder: MetadataBuilder, capacity: Capacity, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Buffers for the metadata of any step within ``capacity``, holding the smallest item.
+
+    One probe with the smallest grid tells dtypes and trailing shapes; the leading size comes from
+    what the rows count. Longest lengths are the bound over all such steps, since a graph bakes
+    them in. Names that the attention backend does not read get no buffer.
+    """
+    geometry = builder.geometry
+    probe = builder.build([geometry.smallest_grid()], device)
+    buffers: dict[str, torch.Tensor] = {}
+    for name, row in geometry.rows.items():
+        exact = probe[name]
+        if exact is None:
+            continue
+        if row.kind == "longest":
+            bound = geometry.longest_bound(name, capacity)
+            buffers[name] = builder.layout.longest(np.array([0, bound], dtype=np.int32))
+            continue
+        rows = _buffer_rows(builder, row, capacity, device)
+        buffers[name] = exact.new_zeros((rows, *exact.shape[1:]))
+        fill(buffers[name], exact, pad_of(builder, row))
+    return buffers
+
+
+def _buffer_rows(
+    builder: MetadataBuilder, row: Rows, capacity: Capacity, device: torch.device
+) -> int:
+    count = builder.geometry.rows_capacity(row.kind, capacity)
+    if row.value not in ("offsets", "lengths"):
+        return count
+    # The backend may round the number of slots up (FlashInfer does): ask it.
+    empty = np.zeros(count + 1, dtype=np.int32)
+    laid_out = (
+        builder.layout.offsets(empty, device)
+        if row.value == "offsets"
+        else builder.layout.lengths(empty, device)
+    )
+    assert laid_out is not None
+    return len(laid_out)
+
+
+def pad_of(builder: MetadataBuilder, row: Rows) -> Pad | str:
+    """How the row's tail is filled; ``sections`` where offsets come in two sections."""
+    if row.value == "offsets" and builder.layout.sectioned:
+        return "sections"
+    return row.pad
+
+
+def fill(buffer: torch.Tensor, exact: torch.Tensor, pad: Pad | str) -> None:
+    """Write ``exact`` into the head of ``buffer`` and pad the tail.
+
+    Offsets repeat the last one, so that unused slots are empty sequences and offsets never
+    decrease; two sections are padded each on its own. An index stays in range: its tail maps rows
+    past the end to themselves. Everything else is 0.
+    """
+    if pad == "bound":
+        return  # a host number, baked at capture; it already covers every step
+    if pad == "sections":
+        half_buffer, half = len(buffer) // 2, len(exact) // 2
+        fill(buffer[:half_buffer], exact[:half], "last")
+        fill(buffer[half_buffer:], exact[half:], "last")
+        return
+    used = len(exact)
+    buffer[:used].copy_(exact)
+    tail = buffer[used:]
+    if not len(tail):
+        return
+    if pad == "last":
+        tail.copy_(exact[-1].expand_as(tail))
+    elif pad == "identity":
+        torch.arange(used, len(buffer), out=tail)
+    else:
+        tail.zero_()

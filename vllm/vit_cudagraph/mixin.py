@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``WindowedViTCudaGraphMixin``: vLLM's encoder CUDA graph protocol out of geometry hooks.
+
+A model puts the mixin in front of its bases and overrides ``vit_geometry``; every other hook has a
+default (``docs/adding-a-model.md``). The mixin never asks which model it serves.
+
+The eager path and the graph path are the same calls, with and without padding::
+
+    eager:  split(vit_project(vit_forward(pixels, vit_metadata(grids)), grids))
+    graph:  the same, where vit_forward ran inside a graph over buffers filled with the same tensors
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+
+from vllm.model_executor.models.interfaces import SupportsEncoderCudaGraph
+from vllm.model_executor.models.utils import scatter_output_slices
+from vllm.v1.worker.encoder_cudagraph_defs import (
+    EncoderCudaGraphCaptureInputs,
+    EncoderCudaGraphConfig,
+    EncoderCudaGraphReplayBuffers,
+    EncoderItemSpec,
+)
+from vllm.vit_cudagraph.eligibility import model_refusal
+from vllm.vit_cudagraph.geometry import (
+    MALFORMED,
+    Capacity,
+    Grid,
+    Limits,
+    NotCapturable,
+    ViTGeometry,
+)
+from vllm.vit_cudagraph.metadata import MetadataBuilder, allocate, fill, pad_of
+from vllm.vit_cudagraph.planning import MIN_TOKEN_BUDGET
+
+PIXELS = "pixel_values"
+"""Name of the pixel buffer, whatever the modality."""
+
+
+@dataclass(frozen=True)
+class ViTInputs:
+    """One modality's items, as the tower takes them.
+
+    Attributes:
+        modality: vLLM's name for it.
+        pixels: Pixel rows of all items in order, ``[N, *pixel_row]``.
+        grids: One an item, on the host.
+        keys: The names that pixels and grids have in ``mm_kwargs``.
+    """
+
+    modality: str
+    pixels: torch.Tensor
+    grids: list[Grid]
+    keys: tuple[str, str]
+
+
+class WindowedViTCudaGraphMixin(SupportsEncoderCudaGraph):
+    """Encoder CUDA graphs for any tower that declares its geometry.
+
+    Put it in front of the model's bases. The model holds its tower as ``self.visual`` (or overrides
+    :meth:`vit_tower`) and its ``model_config``, as vLLM's models do.
+    """
+
+    # -- hooks ---------------------------------------------------------------------------------
+
+    def vit_geometry(self) -> ViTGeometry:
+        """What the tower declares about itself. Required; called once."""
+        raise NotImplementedError(f"{type(self).__name__} must define vit_geometry()")
+
+    def vit_tower(self) -> Any:
+        """The vision tower."""
+        return self.visual  # type: ignore[attr-defined]
+
+    def vit_inputs(self, mm_kwargs: Mapping[str, Any]) -> ViTInputs:
+        """Find the modality, the pixel rows and the grids in one modality's ``mm_kwargs``.
+
+        Raises:
+            NotCapturable: No pixels (precomputed embeddings), or no grids.
+        """
+        for modality in self.vit_declared.modalities:
+            suffix = "" if modality == "image" else f"_{modality}s"
+            keys = (f"pixel_values{suffix}", f"{modality}_grid_thw")
+            if mm_kwargs.get(keys[1]) is None:
+                continue
+            if mm_kwargs.get(keys[0]) is None:
+                raise NotCapturable("precomputed embeddings", f"no {keys[0]}")
+            return ViTInputs(modality, mm_kwargs[keys[0]], _host_grids(mm_kwargs[keys[1]]), keys)
+        raise NotCapturable(MALFORMED, f"no grids among {sorted(mm_kwargs)}")
+
+    def vit_repack(self, mm_kwargs: Mapping[str, Any], items: Sequence[int]) -> dict[str, Any]:
+        """The same kwargs for some items, in that order: pixels ``[N', *pixel_row]`` and grids."""
+        inputs = self.vit_inputs(mm_kwargs)
+        ends = [0]
+        for grid in inputs.grids:
+            ends.append(ends[-1] + self.vit_declared.patches(grid))
+        first = items[0] if items else 0
+        if list(items) == list(range(first, first + len(items))):
+            # Neighbours in order are one slice: nothing is copied.
+            pixels = inputs.pixels[ends[first] : ends[first + len(items)]]
+        else:
+            pixels = torch.cat([inputs.pixels[ends[i] : ends[i + 1]] for i in items])
+        return {inputs.keys[0]: pixels, inputs.keys[1]: [inputs.grids[i] for i in items]}
+
+    def vit_capturable(self, grid: Grid) -> bool:
+        """Whether one item may go through a graph at all."""
+        return True
+
+    def vit_position_rows(self, grid: Grid) -> Mapping[str, Any]:
+        """Rows of one item that depend on its grid alone, by name; the result is cached."""
+        return self.vit_tower().prepare_encoder_metadata([list(grid)])
+
+    def vit_learned_rows(self, grids: Sequence[Grid]) -> Mapping[str, Any]:
+        """Rows that depend on weights as well, for several items, by name; never cached."""
+        return self.vit_tower().prepare_encoder_metadata([list(grid) for grid in grids])
+
+    def vit_metadata(
+        self, grids: Sequence[Grid], device: torch.device
+    ) -> dict[str, torch.Tensor | None]:
+        """Exact and unpadded metadata of some items: what :meth:`vit_forward` reads."""
+        return self._vit_builder.build(grids, device)
+
+    def vit_forward(
+        self, pixels: torch.Tensor, metadata: dict[str, torch.Tensor | None]
+    ) -> torch.Tensor:
+        """The tower, ``[N, *pixel_row]`` to ``[tower rows, width]``. Must be capturable."""
+        return self.vit_tower()(pixels, None, encoder_metadata=metadata)
+
+    def vit_project(self, rows: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
+        """Work of one step after the tower that cannot be captured; gives output-token rows."""
+        return rows
+
+    def vit_finish(
+        self, outputs: list[torch.Tensor], mm_kwargs: Mapping[str, Any]
+    ) -> list[torch.Tensor]:
+        """Work of the whole batch, once, over all items in order, with the runner's kwargs."""
+        return outputs
+
+    # -- derived -------------------------------------------------------------------------------
+
+    @cached_property
+    def vit_declared(self) -> ViTGeometry:
+        """The geometry, read once."""
+        return self.vit_geometry()
+
+    @cached_property
+    def _vit_builder(self) -> MetadataBuilder:
+        return MetadataBuilder(
+            geometry=self.vit_declared,
+            tower=self.vit_tower(),
+            position_rows=self.vit_position_rows,
+            learned_rows=self.vit_learned_rows,
+        )
+
+    def vit_checked_inputs(self, mm_kwargs: Mapping[str, Any]) -> ViTInputs:
+        """:meth:`vit_inputs`, with the pixels held against the grids.
+
+        Raises:
+            NotCapturable: The pixels are no tensor, a grid is malformed, or the rows do not match.
+        """
+        inputs = self.vit_inputs(mm_kwargs)
+        if not isinstance(inputs.pixels, torch.Tensor):
+            raise NotCapturable(MALFORMED, f"{inputs.keys[0]} is not one tensor")
+        for grid in inputs.grids:
+            self.vit_declared.check_grid(grid)
+        expected = sum(self.vit_declared.patches(grid) for grid in inputs.grids)
+        if len(inputs.pixels) != expected:
+            raise NotCapturable(
+                MALFORMED,
+                f"{inputs.keys[0]} has {len(inputs.pixels)} rows, its grids ask for {expected}",
+            )
+        return inputs
+
+    def vit_buffers(
+        self, capacity: Capacity, device: torch.device, dtype: torch.dtype
+    ) -> dict[str, torch.Tensor]:
+        """Buffers that a graph of ``capacity`` reads: pixels ``[patches, *pixel_row]`` and every
+        metadata tensor at its capacity. Pixels have the dtype that the tower's input norm wants."""
+        norm = getattr(self.vit_tower(), "input_norm", None)
+        pixels = torch.zeros(
+            (capacity.patches, *self.vit_declared.pixel_row),
+            device=device,
+            dtype=getattr(norm, "input_dtype", None) or dtype,
+        )
+        return {PIXELS: pixels, **allocate(self._vit_builder, capacity, device)}
+
+    # -- vLLM's protocol -----------------------------------------------------------------------
+
+    def get_encoder_cudagraph_config(self) -> EncoderCudaGraphConfig:
+        """No modality is offered where the tower cannot be captured (see ``eligibility``)."""
+        limit = self.model_config.multimodal_config.get_limit_per_prompt  # type: ignore[attr-defined]
+        refused = model_refusal(self, self.vit_tower()) is not None
+        rows = {} if refused else self.vit_declared.rows
+        return EncoderCudaGraphConfig(
+            modalities=[m for m in (() if refused else self.vit_declared.modalities) if limit(m)],
+            buffer_keys=[PIXELS, *rows],
+            out_hidden_size=0 if refused else self.vit_tower().out_hidden_size,
+            padding_logics={
+                name: partial(fill, pad=pad_of(self._vit_builder, row))
+                for name, row in rows.items()
+            },
+            max_frames_per_video=self.get_max_frames_per_video(),
+        )
+
+    def get_input_modality(self, mm_kwargs: dict[str, Any]) -> str:
+        return self.vit_inputs(mm_kwargs).modality
+
+    def get_max_frames_per_video(self) -> int:
+        """A bound: each frame gives at least one token of the context."""
+        return self.model_config.max_model_len  # type: ignore[attr-defined]
+
+    def get_encoder_cudagraph_budget_range(self, vllm_config: Any) -> tuple[int, int]:
+        """From a 224 x 224 image to the most tokens that one step can schedule."""
+        largest = min(
+            vllm_config.scheduler_config.max_num_batched_tokens,
+            vllm_config.model_config.max_model_len,
+        )
+        return min(MIN_TOKEN_BUDGET, largest), largest
+
+    def get_encoder_cudagraph_item_specs(self, mm_kwargs: dict[str, Any]) -> list[EncoderItemSpec]:
+        """Sizes of each item. Its charge against a budget is ``max(tokens, sequences)``, so that a
+        packer that knows one number an item cannot overflow the sequence slots: the protocol's own
+        buffers have one slot a token."""
+        specs = []
+        for grid in self.vit_inputs(mm_kwargs).grids:
+            use = self.vit_declared.usage(grid)
+            charge = {"default": max(use.tokens, use.sequences)}
+            specs.append(EncoderItemSpec(use.patches, use.tokens, charge))
+        return specs
+
+    def select_encoder_cudagraph_items(
+        self, mm_kwargs: dict[str, Any], indices: list[int]
+    ) -> dict[str, Any]:
+        return self.vit_repack(mm_kwargs, indices)
+
+    def prepare_encoder_cudagraph_capture_inputs(
+        self,
+        token_budget: int,
+        max_batch_size: int,
+        max_frames_per_batch: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        path: str = "default",
+        axis_keys: tuple[Hashable, ...] | None = None,
+    ) -> EncoderCudaGraphCaptureInputs:
+        limits = Limits(items=max_batch_size, tokens_per_sequence=1)
+        capacity = self.vit_declared.capacity(token_budget, limits)
+        return EncoderCudaGraphCaptureInputs(values=self.vit_buffers(capacity, device, dtype))
+
+    def prepare_encoder_cudagraph_replay_buffers(
+        self,
+        mm_kwargs: dict[str, Any],
+        max_batch_size: int,
+        max_frames_per_batch: int,
+        path: str = "default",
+    ) -> EncoderCudaGraphReplayBuffers:
+        """Exact values; tails are the manager's, by the configuration's padding logics."""
+        inputs = self.vit_checked_inputs(mm_kwargs)
+        metadata = self.vit_metadata(inputs.grids, inputs.pixels.device)
+        return EncoderCudaGraphReplayBuffers(values={PIXELS: inputs.pixels, **metadata})
+
+    def encoder_cudagraph_forward(
+        self, inputs: dict[str, torch.Tensor], path: str = "default"
+    ) -> torch.Tensor:
+        metadata: dict[str, torch.Tensor | None] = dict.fromkeys(self.vit_declared.rows)
+        metadata.update({name: rows for name, rows in inputs.items() if name != PIXELS})
+        return self.vit_forward(inputs[PIXELS], metadata)
+
+    def encoder_eager_forward(
+        self, mm_kwargs: dict[str, Any], path: str = "default"
+    ) -> torch.Tensor:
+        inputs = self.vit_inputs(mm_kwargs)
+        metadata = self.vit_metadata(inputs.grids, self.vit_tower().device)
+        return self.vit_forward(inputs.pixels, metadata)
+
+    def postprocess_encoder_output(
+        self,
+        outputs: dict[str, torch.Tensor],
+        indices: list[int],
+        per_item_out_tokens: list[int],
+        dest: dict[int, torch.Tensor] | list[torch.Tensor | None],
+        clone: bool = False,
+        batch_mm_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """Cut padding off, project, and split into items. With ``clone`` the rows are copied once
+        and items are views of the copy, so that no later replay overwrites what was handed out."""
+        assert batch_mm_kwargs is not None
+        grids = self.vit_inputs(batch_mm_kwargs).grids
+        rows = outputs["default"][: self.vit_declared.tower_rows(grids)]
+        rows = self.vit_project(rows.clone() if clone else rows, grids)
+        scatter_output_slices(rows, indices, per_item_out_tokens, dest)
+
+
+def _host_grids(grids: Any) -> list[Grid]:
+    """Grids as tuples of Python numbers; vLLM keeps them on the host (``keep_on_cpu``)."""
+    if isinstance(grids, torch.Tensor):
+        if grids.ndim != 2 or grids.shape[1] != 3:
+            raise NotCapturable(MALFORMED, f"grids of shape {tuple(grids.shape)}, not (items, 3)")
+        grids = grids.tolist()
+    return [tuple(int(n) for n in grid) for grid in grids]  # type: ignore[misc]
