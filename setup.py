@@ -150,4 +150,10 @@ class OverlayEditable(editable_wheel):
 
 
 if __name__ == "__main__":
-    setup(cmdclass={"build_py": OverlayBuild, "editable_wheel": OverlayEditable})
+    # Beside the package, setuptools' record of it would be what Python finds first from here, and
+    # it outlives its install; below build/ it is out of the way.
+    (ROOT / "build").mkdir(exist_ok=True)
+    setup(
+        cmdclass={"build_py": OverlayBuild, "editable_wheel": OverlayEditable},
+        options={"egg_info": {"egg_base": "build"}},
+    )

@@ -14,22 +14,22 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from scratch_env import ROOT, SITE, ScratchEnv, clean_environ, copy_sources, run, write_wheel
+from scratch_env import ROOT, SITE, ScratchEnv, copy_sources, run, write_wheel
 
 import vllm.vit_cudagraph
 
 REPORT = """
 import importlib.metadata, json
-import vllm.vit_cudagraph, vllm.version
-points = importlib.metadata.entry_points(group="vllm.general_plugins", name="vit_cudagraph")
-[point] = points
-print(json.dumps({
-    "overlay": vllm.vit_cudagraph.__file__,
-    "upstream": vllm.__file__,
-    "distribution": str(point.dist.locate_file("")),
-    "register": point.load().__code__.co_filename,
-}))
+import vllm.vit_cudagraph
+[point] = importlib.metadata.entry_points(group="vllm.general_plugins", name="vit_cudagraph")
+print(json.dumps([
+    vllm.__file__,
+    vllm.vit_cudagraph.__file__,
+    point.load().__code__.co_filename,
+    str(point.dist.locate_file("")),
+]))
 """
+USE_FAKE = "import vllm.engine, vllm.vit_cudagraph as o; print(vllm.LLM, vllm.__file__, o.__file__)"
 
 
 @pytest.fixture(scope="module")
@@ -98,35 +98,33 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     assert {f"{info}licenses/LICENSE", f"{info}entry_points.txt"} <= names
 
 
-@pytest.mark.parametrize("how", ["wheel", "source", "editable"])
-def test_install_use_uninstall(
-    how: str, env: ScratchEnv, sources: Path, wheel: Path, tmp_path: Path
+def test_wheel_beside_the_real_upstream(
+    env: ScratchEnv, sources: Path, wheel: Path, tmp_path: Path
 ) -> None:
-    """From any working directory `vllm` is upstream's and the overlay is the one installed."""
+    """Install, use from any working directory, a checkout's included, uninstall."""
     env.link_vllm()
     before, upstream_before = env.listing(), sorted(SITE.joinpath("vllm").rglob("*.py"))
-    env.install(*{"wheel": [wheel], "source": [sources], "editable": ["-e", sources]}[how])
+    env.install(wheel)
+    package = env.site / "vllm"
+    files = ["__init__.py", "vit_cudagraph/__init__.py", "vit_cudagraph/plugin.py"]
+    for cwd in (tmp_path, sources):
+        done = run(env.python, "-c", REPORT, cwd=cwd)
+        assert done.returncode == 0, f"in {cwd}:\n{done.stdout}"
+        report = list(map(Path, json.loads(done.stdout.splitlines()[-1])))
+        assert report == [*(package / file for file in files), env.site], f"in {cwd}"
 
-    home = sources if how == "editable" else env.site
-    folders = (tmp_path, sources, ROOT) if how == "wheel" else (sources, ROOT)
-    command = [str(env.python), "-c", REPORT]
-    started = [
-        subprocess.Popen(
-            command, cwd=cwd, env=clean_environ(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
-        for cwd in folders
-    ]
-    for cwd, process in zip(folders, started, strict=True):
-        output, errors = process.communicate(timeout=120)
-        assert process.returncode == 0, f"in {cwd}:\n{errors.decode()}"
-        report = {k: Path(v) for k, v in json.loads(output.splitlines()[-1]).items()}
-        assert report == {
-            "overlay": home / "vllm/vit_cudagraph/__init__.py",
-            "upstream": env.site / "vllm/__init__.py",
-            "register": home / "vllm/vit_cudagraph/plugin.py",
-            # An editable build leaves an egg-info in its tree: from there, Python finds that first.
-            "distribution": cwd if how == "editable" and cwd == sources else env.site,
-        }, f"in {cwd}"
+    # `python -m pytest` puts the checkout, with its `vllm/`, first on sys.path.
+    test = tmp_path / "test_here.py"
+    test.write_text(
+        "import sys\n"
+        "import vllm.vit_cudagraph\n"
+        "def test_here():\n"
+        f"    assert {str(ROOT)!r} in sys.path\n"
+        f"    assert vllm.vit_cudagraph.__file__ == {str(package / files[1])!r}\n"
+    )
+    flags = ("-q", "--noconftest", "-c", "/dev/null", "-p", "no:cacheprovider")
+    done = run(env.python, "-m", "pytest", *flags, test, cwd=ROOT)
+    assert "1 passed" in done.stdout
 
     done = env.pip("uninstall", "--yes", "vllm-vit-cudagraph")
     assert done.returncode == 0, done.stdout
@@ -134,40 +132,39 @@ def test_install_use_uninstall(
     assert sorted(SITE.joinpath("vllm").rglob("*.py")) == upstream_before
 
 
-def test_pytest_from_a_checkout_uses_the_installed_wheel(
-    env: ScratchEnv, sources: Path, wheel: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("upstream", "ours"),
+    [
+        ("regular", "regular"),
+        ("regular", "editable"),
+        ("editable_mode=lenient", "editable"),
+        ("editable_mode=compat", "editable"),
+    ],
+)
+def test_source_installs(
+    upstream: str, ours: str, env: ScratchEnv, sources: Path, fake_upstream: Path, tmp_path: Path
 ) -> None:
-    """`python -m pytest` puts the checkout, with its `vllm/`, first on sys.path."""
-    env.link_vllm()
-    env.install(wheel)
-    test = tmp_path / "test_here.py"
-    test.write_text(
-        "import sys\n"
-        "def test_here():\n"
-        f"    assert sys.path.count({str(sources)!r})\n"
-        "    import vllm.vit_cudagraph\n"
-        f"    assert vllm.vit_cudagraph.__file__.startswith({str(env.site)!r})\n"
-    )
-    done = run(env.python, "-m", "pytest", "-q", "--noconftest", "-c", "/dev/null", test,
-               cwd=sources)  # fmt: skip
-    assert done.returncode == 0, done.stdout
-    assert "1 passed" in done.stdout
+    """`pip install .` and `pip install -e .`, the latter beside an editable upstream too.
 
-
-@pytest.mark.parametrize("mode", ["lenient", "compat"])
-def test_editable_beside_an_editable_upstream(
-    mode: str, env: ScratchEnv, sources: Path, fake_upstream: Path, tmp_path: Path
-) -> None:
-    """Both of setuptools' ways (a finder, a path) to install upstream from its sources work."""
+    setuptools has two ways to install upstream from its sources: a finder, and a path.
+    """
     env.link_setuptools()
-    env.install("-e", fake_upstream, "--config-settings", f"editable_mode={mode}")
-    env.install("-e", sources)
-    code = "import vllm.engine, vllm.vit_cudagraph as o; print(vllm.LLM, vllm.__file__, o.__file__)"
-    for cwd in (tmp_path, sources, ROOT, fake_upstream):
-        done = run(env.python, "-c", code, cwd=cwd)
-        overlay = sources / "vllm/vit_cudagraph/__init__.py"
-        expected = f"<class 'object'> {fake_upstream / 'vllm/__init__.py'} {overlay}"
-        assert done.stdout.strip() == expected, f"in {cwd}"
+    start = env.listing()
+    editable = ["--config-settings", upstream, "-e"] if upstream != "regular" else []
+    env.install(*editable, fake_upstream)
+    before = env.listing()
+    env.install(*(["-e"] if ours == "editable" else []), sources)
+
+    init = "vllm/__init__.py"
+    vllm_file = (fake_upstream if editable else env.site) / init
+    overlay = (sources if ours == "editable" else env.site) / "vllm/vit_cudagraph/__init__.py"
+    for cwd in (tmp_path, sources, ROOT):
+        done = run(env.python, "-c", USE_FAKE, cwd=cwd)
+        assert done.stdout.strip() == f"<class 'object'> {vllm_file} {overlay}", f"in {cwd}"
+
+    done = env.pip("uninstall", "--yes", "vllm-vit-cudagraph")
+    assert done.returncode == 0, done.stdout
+    assert env.listing() == before != start
 
 
 def test_wheel_over_an_editable_upstream_names_the_step(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny models of the real vLLM, built in the test process: no server, no GPU, no download.
 
-The model is what ``vllm serve`` would build from a tiny checkpoint: vLLM's own configuration, vLLM's
-own layers in a group of one rank (gloo), weights filled from a seed.
+The model is what ``vllm serve`` would build from a tiny checkpoint: vLLM's own configuration and
+layers, in a group of one rank (gloo), with weights filled from a seed.
 """
 
 import atexit
@@ -94,15 +94,9 @@ def build_model(
         _fill_weights(model, seed)
         process_weights_after_loading(model, config.model_config, CPU)
     if flash:
-        tell_flash(model.visual)
+        # The CPU platform says TORCH_SDPA, for which maximum lengths would be 0.
+        model.visual.attn_backend = AttentionBackendEnum.FLASH_ATTN
     return model.eval()
-
-
-def tell_flash(tower: torch.nn.Module) -> None:
-    """Tell a tower that its attention needs maximum lengths, as on a GPU."""
-    for module in tower.modules():
-        if hasattr(module, "attn_backend"):
-            module.attn_backend = AttentionBackendEnum.FLASH_ATTN
 
 
 @contextmanager

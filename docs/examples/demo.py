@@ -117,6 +117,10 @@ def serve_and_ask(
         say(f"up; sending {len(requests)} requests")
         rows = ask(server, requests)
     say("answered and stopped")
+    if "compilation_config" in settings:
+        for line in server.log().splitlines():
+            if "Captured" in line or ("WARNING" in line and "ncoder" in line):
+                print(f"    {line}")
     return rows
 
 

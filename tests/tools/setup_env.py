@@ -52,10 +52,15 @@ def python_version(python: str) -> tuple[int, ...] | None:
     return tuple(map(int, done.stdout.split())) if done.returncode == 0 else None
 
 
-def find_python() -> str:
-    """The first suitable interpreter: the one running, then those on PATH."""
+def pythons() -> list[str]:
+    """Where to look for an interpreter: the one running, then those on PATH."""
+    return [sys.executable, *filter(None, map(shutil.which, PYTHONS))]
+
+
+def find_python(candidates: list[str]) -> str:
+    """The first suitable interpreter of ``candidates``."""
     seen = []
-    for python in (sys.executable, *filter(None, map(shutil.which, PYTHONS))):
+    for python in candidates:
         version = python_version(python)
         if version is not None and OLDEST <= version[:2] <= NEWEST:
             return python
@@ -105,7 +110,7 @@ def make_venv(env: Path) -> None:
         raise SetupFailedError(
             f"{env} exists and is not a virtual environment; move it away, or name another folder."
         )
-    python = find_python()
+    python = find_python(pythons())
     say(f"creating {env} with {python}")
     done = subprocess.run([python, "-m", "venv", "--clear", str(env)], capture_output=True)
     if done.returncode != 0:
@@ -227,7 +232,7 @@ def run_by_a_suitable_python() -> None:
     if sys.version_info[:2] >= OLDEST:
         return
     try:
-        python = find_python()
+        python = find_python(pythons())
     except SetupFailedError as error:
         sys.exit(f"[env] FAILED: {error}")
     os.execv(python, [python, *sys.argv])

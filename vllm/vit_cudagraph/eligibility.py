@@ -27,7 +27,9 @@ def model_refusal(model: Any, tower: Any) -> str | None:
     if not get_pp_group().is_first_rank:
         return "this pipeline rank never runs the vision tower"
     if getattr(model, "is_multimodal_pruning_enabled", False):
-        return "video pruning changes embeddings after the tower; set video_pruning_rate=0 for graphs"
+        return (
+            "video pruning changes embeddings after the tower; set video_pruning_rate=0 for graphs"
+        )
     if tower.attn_backend not in CAPTURABLE_BACKENDS:
         return (
             f"attention backend {tower.attn_backend.name} reads offsets on the host; "

@@ -31,6 +31,4 @@ def poisons_the_process(error: BaseException) -> bool:
     accelerator_error = getattr(torch, "AcceleratorError", ())
     if isinstance(error, accelerator_error):
         return getattr(error, "error_code", None) in POISONING_CODES
-    return isinstance(error, RuntimeError) and any(
-        text in str(error) for text in _POISONING_TEXTS
-    )
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _POISONING_TEXTS)

@@ -101,14 +101,17 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
         if self.refusal:
             return
         start, free = time.perf_counter(), self._free_memory()
+        left_out: dict[str, list[int]] = {}
         for budget in sorted(self.token_budgets, reverse=True):
             try:
                 self.captured[budget] = self._capture(budget)
             except Exception as error:
                 self._survive(error, f"capturing token budget {budget}")
-                logger.warning(
-                    "Encoder CUDA graph of %d tokens is left out: %s", budget, _brief(error)
-                )
+                left_out.setdefault(_brief(error), []).append(budget)
+        for error_text, budgets_out in left_out.items():
+            logger.warning(
+                "Encoder CUDA graphs of %s tokens are left out: %s", budgets_out, error_text
+            )
         self.captured = dict(sorted(self.captured.items()))
         self.budget_graphs["default"] = self.captured  # type: ignore[assignment]
         logger.info(

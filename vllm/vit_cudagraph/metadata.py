@@ -134,9 +134,7 @@ class MetadataBuilder:
     def layout(self) -> AttentionLayout:
         return AttentionLayout.of_tower(self.tower)
 
-    def build(
-        self, grids: Sequence[Grid], device: torch.device
-    ) -> dict[str, torch.Tensor | None]:
+    def build(self, grids: Sequence[Grid], device: torch.device) -> dict[str, torch.Tensor | None]:
         """The exact, unpadded metadata of some items.
 
         Args:
@@ -180,9 +178,7 @@ class MetadataBuilder:
         parts = [np.asarray(of_grid(grid), dtype=np.int32) for grid in grids]
         return np.concatenate([np.zeros(1, np.int32), *parts]).cumsum(dtype=np.int32)
 
-    def _positions(
-        self, name: str, grids: Sequence[Grid], device: torch.device
-    ) -> torch.Tensor:
+    def _positions(self, name: str, grids: Sequence[Grid], device: torch.device) -> torch.Tensor:
         parts = [self.cache.get(grid, self._make_positions)[name] for grid in grids]
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(device)
 
@@ -197,9 +193,7 @@ class MetadataBuilder:
             return self.learned_rows(grids)
         return {}
 
-    def _window_index(
-        self, grids: Sequence[Grid], device: torch.device
-    ) -> dict[str, torch.Tensor]:
+    def _window_index(self, grids: Sequence[Grid], device: torch.device) -> dict[str, torch.Tensor]:
         """Window order of all items' tokens and its inverse, int64, shape ``[T]`` each."""
         named = {row.value: name for name, row in self.geometry.rows.items()}
         if "order" not in named:

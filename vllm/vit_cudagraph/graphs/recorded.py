@@ -16,11 +16,15 @@ change nothing. On the CPU such a number cannot be told from a 0-dim tensor of t
 that as a constant is the same unless somebody writes to it, which recording refuses.
 
 What the modes cannot see: Python code inside a custom operator (refused unless allow-listed),
-what a compiled function does (``refusal``), and a host read that a Python function *of torch* makes
-through one of the functions named in ``refusals._host_functions`` (no tower calls one).
+what a tower does that vLLM has compiled as a whole (``refusal``), and a host read that a Python
+function *of torch* makes inside itself through one of ``refusals._host_functions``. A single
+function under ``torch.compile``, as vLLM has for some activations, runs op by op under a dispatch
+mode, by torch's own rule, and is recorded like any other code.
 """
 
-from collections.abc import Callable, Iterator
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -121,14 +125,12 @@ class RecordedBackend:
         with torch.inference_mode():
             forward()
             try:
-                with recorder, _FunctionGuard(recorder):
+                with _no_collection(), recorder, _FunctionGuard(recorder):
                     output = forward()
             except Exception as exc:
                 if recorder.refused is None or recorder.refused is exc:
                     raise
                 raise recorder.refused from exc
-        if recorder.refused is not None:
-            raise recorder.refused
         recorder.check_output(output)
         return recorder.graph, output
 
@@ -189,7 +191,10 @@ class _OperatorRecorder(TorchDispatchMode):
         if tensor.dim() > 0 or id(tensor) in self._made_inside:
             return tensor
         if id(tensor) not in self._baked:
-            copy = tensor.detach().clone()
+            # An inference tensor only where the original is one: the views that torch makes of it
+            # are prepared for what the original was.
+            with torch.inference_mode(tensor.is_inference()):
+                copy = tensor.detach().clone()
             self._baked[id(tensor)] = (tensor, copy)
             self._baked_addresses.add(_address(copy))
             self._made_inside[id(copy)] = copy
@@ -226,7 +231,7 @@ class _OperatorRecorder(TorchDispatchMode):
             self.graph._steps.append(_Step(func, recorded_args, recorded_kwargs, fresh))
         return result
 
-    def _own(self, tensors: Any) -> None:
+    def _own(self, tensors: Iterable[torch.Tensor]) -> None:
         for tensor in tensors:
             if _address(tensor) not in self._pool_addresses:
                 self._pool_addresses.add(_address(tensor))
@@ -239,8 +244,9 @@ class _OperatorRecorder(TorchDispatchMode):
             return False
         if func._schema.name.partition("::")[2] in _UNINITIALISED:
             return False
-        # Views have outputs and make none; an assertion has no outputs but does something.
-        return writes or makes_tensors or not has_outputs
+        # Views have outputs and make none; an assertion has no outputs but does something. Only
+        # torch's own operators are trusted to be views when they look like it.
+        return writes or makes_tensors or not has_outputs or func.namespace != "aten"
 
 
 class _FunctionGuard(TorchFunctionMode):
@@ -261,6 +267,21 @@ class _FunctionGuard(TorchFunctionMode):
         if reason := function_refusal(func, args, kwargs):
             raise self._recorder.refuse(function_name(func), reason)
         return func(*args, **kwargs)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep the garbage collector out of a recording: finalisers of others' tensors read them.
+
+    vLLM's handles of packed weights do (``item()``), and would be taken for a part of ``forward``.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _address(tensor: torch.Tensor) -> int:

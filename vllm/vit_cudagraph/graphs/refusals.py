@@ -25,6 +25,13 @@ ALLOWED_CUSTOM_OPERATORS = frozenset(
     {
         # Ours: attention with FlashAttention's rules. It reads offsets, as a kernel would.
         "vit_cudagraph::varlen_attention",
+        # vLLM's linear layers on the CPU: a matrix product with weights packed at load time, which
+        # a handle names; and the form for small bfloat16 weights on machines with AMX.
+        "_C::onednn_mm",
+        "_C::weight_packed_linear",
+        # vLLM's norms (Qwen2.5-VL), which pick a kernel by shapes and types alone.
+        "vllm_ir::rms_norm",
+        "vllm_ir::fused_add_rms_norm",
     }
 )
 
@@ -39,7 +46,6 @@ _HOST_READS = frozenset(
         # One answer for the host out of whole tensors.
         "equal",
         "allclose",
-        "is_same_size_and_equal",
         # Checks the status of a solver on the host.
         "_linalg_check_errors",
         # Finds its range on the host when none is given.
@@ -95,6 +101,8 @@ def operator_refusal(
             "brings numbers of the host into a tensor, which on a GPU is a copy that waits for the "
             "device: make the tensor before the graph and hand it in through the metadata"
         )
+    if name == "tensor_split" and func._overloadname == "tensor_indices_or_sections":
+        return "splits where a tensor says, which must lie on the host: split at Python numbers"
     if name == "pin_memory":
         return "allocates host memory, which a capture forbids"
     return _shape_refusal(name, func, args, kwargs)
@@ -162,14 +170,23 @@ def function_refusal(
             return _ADVICE_HOST
     if func is torch.Tensor.type and any(isinstance(a, str) for a in [*args[1:], *kwargs.values()]):
         return _ADVICE_HOST
-    if func in (torch.tensor, torch.as_tensor, torch.asarray) and kwargs.get("device") is not None:
-        data = args[0] if args else kwargs.get("data")
-        if not isinstance(data, torch.Tensor):
-            return (
-                "copies numbers of the host to the device and waits for it: use torch.full, or "
-                "make the tensor before the graph"
-            )
+    if _copies_from_the_host(func, args, kwargs):
+        return (
+            "copies numbers of the host to the device and waits for it: use torch.full, or make "
+            "the tensor before the graph and hand it in through the metadata"
+        )
     return None
+
+
+def _copies_from_the_host(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> bool:
+    if func is torch.Tensor.new_tensor:
+        return True
+    if func not in (torch.tensor, torch.as_tensor, torch.asarray) or kwargs.get("device") is None:
+        return False
+    data = args[0] if args else kwargs.get("data", kwargs.get("obj"))
+    return not isinstance(data, torch.Tensor)
 
 
 @cache
@@ -182,12 +199,8 @@ def _host_functions() -> frozenset[Callable[..., Any]]:
             tensor.cpu,
             tensor.__array__,
             tensor.__dlpack__,
-            # Printing and pickling copy to the host.
             tensor.__repr__,
             tensor.__format__,
-            tensor.__reduce_ex__,
-            tensor.__deepcopy__,
-            tensor.new_tensor,
         }
     )
 
@@ -218,7 +231,9 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 def written_tensors(
     func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[torch.Tensor]:
-    """The arguments that ``func`` writes to, as its schema declares them."""
+    """The arguments whose values ``func`` writes, as its schema declares them."""
+    if torch.Tag.inplace_view in func.tags:
+        return []  # new sizes for the same values
     written: list[torch.Tensor] = []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

@@ -7,8 +7,9 @@ is wrong on a GPU can be right with it. The operator here keeps the rules of the
 
 * Rows past the last offset are not written. The memory holds whatever it held; to make a use of
   such rows visible they are filled with :data:`UNWRITTEN`.
-* Query rows of a sequence at or past ``max_seqlen`` are not written: no thread block is launched
-  for them. Keys are bounded by the offsets alone.
+* Query rows of a sequence at or past ``max_seqlen`` are not written: FlashAttention 2 and Triton
+  launch no thread block for them (they drop whole blocks of rows; here every such row is dropped).
+  Keys are bounded by the offsets alone.
 * A sequence may be empty.
 
 Where a kernel would compute nonsense without a word (a decreasing offset), it raises.
@@ -64,8 +65,8 @@ def varlen_attention(
     bound = longest if max_seqlen is None else int(max_seqlen)
     if bound <= 0 < longest:
         raise ValueError(
-            f"max_seqlen is {bound}, the longest sequence has {longest} rows: the tower was told "
-            "of an attention backend that needs no maximum lengths. Set its attn_backend to FLASH_ATTN."
+            f"max_seqlen is {bound} but the longest sequence has {longest} rows: the tower was "
+            "told of a backend that needs no maximum lengths. Set its attn_backend to FLASH_ATTN."
         )
     out_NHD = q_NHD.new_full((*q_NHD.shape[:2], v_NHD.shape[-1]), UNWRITTEN)
     for start, end in pairwise(offsets):

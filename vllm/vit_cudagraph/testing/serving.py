@@ -90,11 +90,13 @@ class Answer:
     prompt_tokens: int
 
     def distance(self, other: Answer) -> float:
-        """Largest difference of two log-probabilities; infinite where the tokens differ."""
+        """Largest difference of log-probabilities; infinite where tokens differ or one is NaN."""
         if self.token_ids != other.token_ids:
             return math.inf
         pairs = zip(self.logprobs, other.logprobs, strict=True)
-        return max((abs(mine - theirs) for mine, theirs in pairs), default=0.0)
+        differences = [abs(mine - theirs) for mine, theirs in pairs]
+        # Every comparison with NaN is false, so it would pass for a small difference.
+        return math.inf if any(map(math.isnan, differences)) else max(differences, default=0.0)
 
 
 @dataclass(frozen=True)

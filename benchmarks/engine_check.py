@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One GPU, the real engine, a full-size tower: do graphs give what the eager tower gives?
+
+Starts vLLM's offline engine with encoder graphs on, over Qwen2.5-VL-7B's vision tower at full size
+with random weights (and a text model of one layer), sends real photographs and a video, and holds
+the embeddings of every batch that went through the manager against the model's own eager
+``embed_multimodal`` on the same input. Weights are random, so a text says nothing; embeddings do.
+
+    python benchmarks/engine_check.py --runner v2
+    python benchmarks/engine_check.py --runner v1
+
+Ends non-zero where an embedding differs by more than bf16's tolerance, where no graph ran, or where
+something ran eagerly that should not have. Needs the ``test`` extra's scikit-image.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+VISION_7B = {
+    "depth": 32,
+    "hidden_size": 1280,
+    "intermediate_size": 3420,
+    "num_heads": 16,
+    "out_hidden_size": 3584,
+    "fullatt_block_indexes": [7, 15, 23, 31],
+    "window_size": 112,
+    "patch_size": 14,
+}
+"""Qwen2.5-VL-7B's published vision configuration."""
+
+TEXT = {
+    "hidden_size": 3584,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "intermediate_size": 4096,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1000000.0,
+        "mrope_section": [16, 24, 24],
+    },
+}
+
+TOLERANCE = 3e-2
+"""Relative error, norm of the difference over norm of the eager embeddings. bf16 keeps 8 bits, so
+one rounding is 4e-3, and matrix kernels for another number of rows round elsewhere, in 32 layers.
+The column `eager itself` shows how much the eager tower differs from itself for that reason: the
+same items, run twice over in one batch."""
+
+SIZES = [(224, 224), (640, 427), (451, 300), (1000, 872), (1411, 1411), (1600, 160), (336, 56)]
+NAMES = ["astronaut", "rocket", "chelsea", "hubble", "retina", "motorcycle", "coffee"]
+
+
+def make_folder(folder: Path) -> Path:
+    """A checkpoint folder without weights: full-size tower, real pixel limits of the processor."""
+    from vllm.vit_cudagraph.testing.checkpoints import make_checkpoint
+
+    make_checkpoint("qwen2_5_vl", folder)
+    for weights in folder.glob("*.safetensors*"):
+        weights.unlink()
+    config = json.loads((folder / "config.json").read_text())
+    config["vision_config"] |= VISION_7B
+    config["text_config"] |= TEXT
+    config["text_config"].pop("layer_types", None)  # one entry a layer; derived when absent
+    (folder / "config.json").write_text(json.dumps(config))
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        if (folder / name).exists():
+            settings = json.loads((folder / name).read_text())
+            image = settings.get("image_processor", settings)
+            image["size"] = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 4096}
+            (folder / name).write_text(json.dumps(settings))
+    return folder
+
+
+def fill_weights(worker: Any) -> None:
+    """Random weights of a size that keeps activations finite, in place: graphs read them there."""
+    import torch
+
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    with torch.no_grad():
+        for name, weight in worker.model_runner.get_model().named_parameters():
+            if weight.dim() > 1:
+                weight.normal_(0.0, 0.02, generator=generator)
+            else:
+                weight.fill_(0.0 if name.endswith("bias") else 1.0)
+
+
+def manager_of(worker: Any) -> Any:
+    """The encoder manager of either model runner."""
+    runner = worker.model_runner
+    if hasattr(runner, "model_state"):
+        return runner.model_state.encoder_runner.cudagraph_manager
+    return runner.encoder_cudagraph_manager
+
+
+def record_batches(manager: Any) -> list[tuple[dict[str, Any], list[Any]]]:
+    """Keep every batch that the runner hands to this manager, with what it gave back."""
+    batches: list[tuple[dict[str, Any], list[Any]]] = []
+    execute = manager.execute
+
+    def recording(mm_kwargs: dict[str, Any]) -> Any:
+        outputs = execute(mm_kwargs)
+        if outputs is not None:
+            batches.append((mm_kwargs, outputs))
+        return outputs
+
+    manager.execute = recording
+    return batches
+
+
+def requests() -> list[dict[str, Any]]:
+    """Single photographs, several together, and one video. No picture comes twice: vLLM keeps
+    embeddings of those it has seen, and would not encode them again."""
+    from PIL import ImageOps
+
+    from vllm.vit_cudagraph.testing.photos import panning_frames, photo
+
+    image = "<|vision_start|><|image_pad|><|vision_end|>"
+    photos = [photo(name, size) for name, size in zip(NAMES, SIZES, strict=True)]
+    prompts: list[dict[str, Any]] = [
+        {"prompt": f"{image} What is it?", "multi_modal_data": {"image": one}} for one in photos
+    ]
+    mirrored = [ImageOps.mirror(one) for one in photos]
+    upside_down = [ImageOps.flip(one) for one in photos]
+    for some in (mirrored[:3], mirrored[3:], upside_down, [ImageOps.invert(p) for p in photos] * 2):
+        prompts.append(
+            {"prompt": image * len(some) + " Compare.", "multi_modal_data": {"image": some}}
+        )
+    frames = panning_frames("motorcycle", 12, (336, 252))
+    about = {
+        "fps": 2.0,
+        "duration": 6.0,
+        "total_num_frames": 12,
+        "frames_indices": list(range(12)),
+        "video_backend": "opencv",
+        "do_sample_frames": False,
+    }
+    video = image.replace("image", "video")
+    prompts.append({"prompt": f"{video} Tell.", "multi_modal_data": {"video": [(frames, about)]}})
+    return prompts
+
+
+def compare(model: Any, batches: list[tuple[dict[str, Any], list[Any]]]) -> list[dict[str, Any]]:
+    """Relative error of each item, and of a wrong item as a control."""
+    import torch
+
+    rows = []
+    for mm_kwargs, outputs in batches:
+        with torch.inference_mode():
+            eager = model.embed_multimodal(**mm_kwargs)
+            twice = model.embed_multimodal(**twice_over(mm_kwargs))
+        errors = [relative(a, b) for a, b in zip(outputs, eager, strict=True)]
+        itself = [relative(a, b) for a, b in zip(twice, eager, strict=False)]
+        control = relative(eager[0].roll(1, 0), eager[0]) if len(eager[0]) > 1 else None
+        finite = all(bool(torch.isfinite(out).all()) for out in outputs)
+        rows.append(
+            {
+                "tokens": [len(out) for out in outputs],
+                "worst": max(errors),
+                "itself": max(itself),
+                "control": control,
+                "finite": finite,
+            }
+        )
+    return rows
+
+
+def twice_over(mm_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The same items, each twice, in one batch."""
+    import torch
+
+    return {
+        key: torch.cat([value, value]) if isinstance(value, torch.Tensor) else value
+        for key, value in mm_kwargs.items()
+    }
+
+
+def relative(actual: Any, expected: Any) -> float:
+    difference = (actual.float() - expected.float()).norm()
+    return float(difference / expected.float().norm())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runner", choices=["v1", "v2"], default="v2")
+    parser.add_argument("--attention", default=None, help="--mm-encoder-attn-backend of vLLM")
+    parser.add_argument("--json", type=Path, default=None, help="write the figures here")
+    options = parser.parse_args()
+    os.environ |= {
+        "VLLM_USE_V2_MODEL_RUNNER": "1" if options.runner == "v2" else "0",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_VIT_CUDAGRAPH_LOG_INTERVAL": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    }
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    from vllm import LLM, SamplingParams
+
+    logging.getLogger("vllm").addHandler(handler)
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as scratch:
+        llm = LLM(
+            model=str(make_folder(Path(scratch))),
+            load_format="dummy",
+            dtype="bfloat16",
+            max_model_len=32768,
+            max_num_batched_tokens=16384,
+            max_num_seqs=8,
+            gpu_memory_utilization=0.5,
+            limit_mm_per_prompt={"image": 20, "video": 1},
+            mm_processor_cache_gb=0,
+            mm_encoder_attn_backend=options.attention,
+            compilation_config={
+                "mode": 0,
+                "cudagraph_mode": "FULL_DECODE_ONLY",
+                "cudagraph_mm_encoder": True,
+            },
+        )
+        started = time.perf_counter() - start
+        llm.collective_rpc(fill_weights)
+        manager = llm.collective_rpc(manager_of)[0]
+        batches = record_batches(manager)
+        prompts = requests()
+        sampling = SamplingParams(temperature=0.0, max_tokens=2)
+        for prompt in prompts:
+            llm.generate([prompt], sampling, use_tqdm=False)
+    rows = compare(manager.model, batches)
+    report(options, manager, rows, lines, started)
+    ok = all(row["worst"] <= TOLERANCE and row["finite"] for row in rows)
+    control = all(row["control"] is None or row["control"] > TOLERANCE for row in rows)
+    return 0 if ok and control and manager.graph_hits and len(rows) >= len(prompts) else 1
+
+
+def report(
+    options: argparse.Namespace,
+    manager: Any,
+    rows: list[dict[str, Any]],
+    lines: list[str],
+    started: float,
+) -> None:
+    import torch
+
+    print(f"\n{torch.cuda.get_device_name()}, runner {options.runner}, {type(manager).__name__}")
+    print(f"tower attention {manager.model.visual.attn_backend.name}, engine up in {started:.0f} s")
+    for line in lines:
+        if line.startswith(("Captured", "Encoder")):
+            print("log:", line)
+    print(
+        f"{'items':>6} {'tokens':>7} {'worst relative error':>21} {'eager itself':>13} "
+        f"{'control':>8} finite"
+    )
+    for row in rows:
+        control = "-" if row["control"] is None else f"{row['control']:.3f}"
+        tokens = row["tokens"]
+        print(
+            f"{len(tokens):>6} {sum(tokens):>7} {row['worst']:>21.2e} {row['itself']:>13.2e} "
+            f"{control:>8} {row['finite']}"
+        )
+    if options.json is not None:
+        figures = {"runner": options.runner, "rows": rows, "stats": manager.get_cumulative_stats()}
+        figures["log"] = [line for line in lines if line.startswith(("Captured", "Encoder"))]
+        options.json.write_text(json.dumps(figures, indent=1))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
