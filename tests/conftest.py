@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings for every test: offline, away from the user's caches, and never a CUDA call."""
 
+import logging
 import os
 import shutil
 import sys
@@ -35,3 +36,14 @@ def no_cuda_call() -> Iterator[None]:
 def pytest_unconfigure() -> None:
     """Remove the run's own cache folder."""
     shutil.rmtree(_CACHE_ROOT, ignore_errors=True)
+
+
+@pytest.fixture
+def vllm_log() -> Iterator[list[logging.LogRecord]]:
+    """Records of vLLM's loggers, ours among them; they do not propagate to ``caplog``."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logging.getLogger("vllm").addHandler(handler)
+    yield records
+    logging.getLogger("vllm").removeHandler(handler)

@@ -17,7 +17,11 @@ from unittest import mock
 import torch
 
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.distributed import init_distributed_environment, initialize_model_parallel
+from vllm.distributed import (
+    init_distributed_environment,
+    initialize_model_parallel,
+    parallel_state,
+)
 from vllm.distributed.parallel_state import model_parallel_is_initialized
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.custom_op import op_registry_oot
@@ -88,7 +92,7 @@ def build_model(
         name = str(dtype).removeprefix("torch.")
         config = make_config(family, vision=vision, dtype=name, **engine)
     with set_current_vllm_config(config), attention_layer(reference=flash):
-        _one_rank()
+        _one_rank(experts=config.model_config.is_moe)
         with set_default_torch_dtype(dtype):
             model = initialize_model(vllm_config=config, model_class=model_class)
         _fill_weights(model, seed)
@@ -130,13 +134,18 @@ def random_pixels(model: Any, grids: list[list[int]], seed: int = 0) -> torch.Te
     return torch.randn(grid_rows(grids), width, generator=generator).to(model.visual.dtype)
 
 
-def _one_rank() -> None:
+def _one_rank(experts: bool) -> None:
+    """Process groups of one rank. A model with experts wants a group more, which vLLM makes only
+    when such a model is the current one: then all are made anew."""
     if model_parallel_is_initialized():
-        return
-    rendezvous = f"file://{_scratch() / 'rendezvous'}"
-    init_distributed_environment(
-        world_size=1, rank=0, distributed_init_method=rendezvous, local_rank=0, backend="gloo"
-    )
+        if not experts or parallel_state._EP is not None:
+            return
+        parallel_state.destroy_model_parallel()
+    if not torch.distributed.is_initialized():
+        rendezvous = f"file://{_scratch() / 'rendezvous'}"
+        init_distributed_environment(
+            world_size=1, rank=0, distributed_init_method=rendezvous, local_rank=0, backend="gloo"
+        )
     initialize_model_parallel(1, 1)
 
 

@@ -139,7 +139,8 @@ def pip(env: Path, *arguments: str) -> str | None:
 
 def must_pip(env: Path, *arguments: str) -> None:
     """``pip install`` that ends the set-up when it fails."""
-    if (error := pip(env, *arguments)) is not None:
+    error = pip(env, *arguments)
+    if error is not None:
         raise SetupFailedError(f"pip install {' '.join(arguments)} failed:\n{error}")
 
 

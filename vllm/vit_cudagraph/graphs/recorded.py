@@ -131,6 +131,8 @@ class RecordedBackend:
                 if recorder.refused is None or recorder.refused is exc:
                     raise
                 raise recorder.refused from exc
+        if recorder.refused is not None:
+            raise recorder.refused
         recorder.check_output(output)
         return recorder.graph, output
 

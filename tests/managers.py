@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Managers over tiny models, and batches for them, shared by the tests of this folder."""
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+from unittest import mock
+
+import torch
+import towers
+from hypothesis import strategies as st
+
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.vit_cudagraph.manager import EncoderGraphManager
+from vllm.vit_cudagraph.plugin import register
+
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+CPU = torch.device("cpu")
+Grids = Sequence[Sequence[int]]
+
+
+@cache
+def config(family: str) -> VllmConfig:
+    """vLLM's configuration of a tiny model with encoder graphs on."""
+    register()
+    return towers.make_config(family, compilation_config={"cudagraph_mm_encoder": True})
+
+
+@cache
+def model(family: str) -> Any:
+    """A tiny model of the class that the plugin registered, with reference attention."""
+    return towers.build_model(family, config=config(family))
+
+
+def with_settings(base: VllmConfig, **compilation: Any) -> VllmConfig:
+    """The same configuration with other ``compilation_config`` fields."""
+    changed = copy.copy(base)
+    changed.compilation_config = copy.copy(base.compilation_config)
+    for name, value in compilation.items():
+        setattr(changed.compilation_config, name, value)
+    return changed
+
+
+def make_manager(
+    family: str,
+    *,
+    budgets: Sequence[int] = (),
+    items: int = 0,
+    frames: int | None = None,
+    capture: bool = True,
+    of: Any = None,
+    base: VllmConfig | None = None,
+) -> EncoderGraphManager:
+    """A captured manager with vLLM's three encoder settings; the family's shared model by default."""
+    settings = with_settings(
+        base or config(family),
+        encoder_cudagraph_token_budgets=list(budgets),
+        encoder_cudagraph_max_vision_items_per_batch=items,
+        encoder_cudagraph_max_frames_per_batch=frames,
+    )
+    served = of or model(family)
+    with set_current_vllm_config(settings):
+        manager = EncoderGraphManager(settings, CPU, torch.float32, served)
+        if capture:
+            manager.capture(object())
+    return manager
+
+
+def batch(served: Any, grids: Grids, modality: str = "image", seed: int = 0) -> dict[str, Any]:
+    """One modality's kwargs as the runner hands them over."""
+    pixels = towers.random_pixels(served, [list(grid) for grid in grids], seed)
+    key = "pixel_values" if modality == "image" else "pixel_values_videos"
+    return {key: pixels, f"{modality}_grid_thw": torch.tensor([list(g) for g in grids])}
+
+
+def run(manager: EncoderGraphManager, mm_kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """``execute`` as a runner calls it; fails the test where it says None."""
+    with torch.inference_mode():
+        outputs = manager.execute(mm_kwargs)
+    assert outputs is not None, manager.statistics
+    return outputs
+
+
+def eager(served: Any, mm_kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """What the model's own ``embed_multimodal`` (upstream's code) gives."""
+    with torch.inference_mode():
+        return list(served.embed_multimodal(**mm_kwargs))
+
+
+def assert_same(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
+    """Item by item, within float32's rounding of a few layers.
+
+    ``test_replay.py`` shows that the tolerance is tight: one dropped row of attention breaks it.
+    """
+    assert len(actual) == len(expected)
+    for ours, theirs in zip(actual, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@contextmanager
+def backend(served: Any, name: AttentionBackendEnum) -> Iterator[None]:
+    """The tower as told another attention backend."""
+    with mock.patch.object(served.visual, "attn_backend", name):
+        yield
+
+
+def grids_of(merge: int = 2, side: int = 12, frames: int = 1) -> st.SearchStrategy[list[int]]:
+    """One grid: any shape up to ``side`` merged tokens, and strips up to 40 by 1."""
+    square = st.tuples(st.integers(1, side), st.integers(1, side))
+    strip = st.integers(1, 40).flatmap(lambda n: st.sampled_from([(1, n), (n, 1)]))
+    return st.tuples(st.integers(1, frames), st.one_of(square, strip)).map(
+        lambda grid: [grid[0], grid[1][0] * merge, grid[1][1] * merge]
+    )

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Metadata from the geometry equals upstream's, bit for bit; so does the tower's eager output."""
+
+import managers
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
+
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.vit_cudagraph.metadata import RowCache
+
+BACKENDS = [AttentionBackendEnum.TORCH_SDPA, AttentionBackendEnum.FLASH_ATTN]
+SIZES = [(224, 224), (427, 640), (300, 451), (56, 1120), (1120, 56), (768, 1024), (30, 30)]
+
+
+def real_grids(family: str) -> list[list[int]]:
+    """Grids that the image processor makes of real image sizes (height, width)."""
+    patch = managers.model(family).vit_declared.patch_size
+    shapes = [smart_resize(*size, patch * 2, max_pixels=2**19) for size in SIZES]
+    return [[1, h // patch, w // patch] for h, w in shapes]
+
+
+def assert_metadata_equal(family: str, grids: managers.Grids) -> None:
+    model = managers.model(family)
+    with torch.inference_mode():
+        theirs = model.visual.prepare_encoder_metadata([list(grid) for grid in grids])
+        ours = model.vit_metadata([tuple(grid) for grid in grids], managers.CPU)
+    assert set(ours) == set(theirs)
+    for name, expected in theirs.items():
+        actual = ours[name]
+        if expected is None and name == "max_seqlen":
+            # Qwen2-VL says None, the other towers 0, where the backend reads no bound.
+            assert actual is not None and int(actual) == 0
+        elif expected is None:
+            assert actual is None, name
+        else:
+            assert actual is not None, name
+            assert actual.dtype == expected.dtype, name
+            assert torch.equal(actual, expected), name
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+@pytest.mark.parametrize("family", managers.FAMILIES)
+def test_equals_upstream_on_real_grids(family: str, backend: AttentionBackendEnum) -> None:
+    grids = real_grids(family)
+    videos = [[4, *grids[0][1:]], [3, *grids[2][1:]]]
+    with managers.backend(managers.model(family), backend):
+        for batch in (*([grid] for grid in grids), grids, grids[::-1], videos, videos + grids):
+            assert_metadata_equal(family, batch)
+
+
+@pytest.mark.parametrize("family", managers.FAMILIES)
+@given(batch=st.lists(managers.grids_of(frames=3), min_size=1, max_size=5))
+@settings(max_examples=25)
+def test_equals_upstream_on_any_grids(family: str, batch: list[list[int]]) -> None:
+    assert_metadata_equal(family, batch)
+
+
+@pytest.mark.parametrize("modality", ["image", "video"])
+@pytest.mark.parametrize("family", managers.FAMILIES)
+def test_eager_output_equals_embed_multimodal(family: str, modality: str) -> None:
+    model = managers.model(family)
+    grids = real_grids(family)[:5] if modality == "image" else [[3, 8, 12], [1, 4, 4], [5, 6, 10]]
+    kwargs = managers.batch(model, grids, modality)
+    outputs: dict[int, torch.Tensor] = {}
+    tokens = [model.vit_declared.output_tokens(tuple(grid)) for grid in grids]
+    with torch.inference_mode():
+        rows = model.encoder_eager_forward(kwargs)
+        model.postprocess_encoder_output(
+            {"default": rows}, list(range(len(grids))), tokens, outputs, batch_mm_kwargs=kwargs
+        )
+    for i, expected in enumerate(managers.eager(model, kwargs)):
+        assert torch.equal(outputs[i], expected)
+
+
+def test_learned_rows_follow_the_weights() -> None:
+    """Positions that depend on weights are never served from a cache."""
+    model = managers.model("qwen3_vl")
+    grids = [(1, 8, 8)]
+    before = model.vit_metadata(grids, managers.CPU)["pos_embeds"].clone()
+    weight = model.visual.pos_embed.weight
+    kept = weight.data.clone()
+    try:
+        weight.data.mul_(2.0)  # as vLLM's weight loaders write: no version counter moves
+        after = model.vit_metadata(grids, managers.CPU)["pos_embeds"]
+    finally:
+        weight.data.copy_(kept)
+    torch.testing.assert_close(after, 2.0 * before)
+
+
+def test_cache_is_bounded_and_drops_the_least_recently_used() -> None:
+    cache = RowCache(max_bytes=3 * 40)
+    made: list[tuple[int, int, int]] = []
+
+    def make(grid: tuple[int, int, int]) -> dict[str, torch.Tensor]:
+        made.append(grid)
+        return {"rows": torch.zeros(10, dtype=torch.float32) + grid[1]}
+
+    first, second, third, fourth = ((1, 2 * n, 2) for n in range(1, 5))
+    for grid in (first, second, third, first, fourth):
+        assert cache.get(grid, make)["rows"][0] == grid[1]
+    assert cache.bytes <= 120
+    cache.get(first, make)
+    assert made == [first, second, third, fourth]  # first was used again before fourth came
+    cache.get(second, make)
+    assert made[-1] == second
+    huge = cache.get((1, 2, 200), lambda grid: {"rows": torch.zeros(1000)})
+    assert len(huge["rows"]) == 1000 and cache.bytes <= 120
