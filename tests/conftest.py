@@ -40,10 +40,23 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture
 def vllm_log() -> Iterator[list[logging.LogRecord]]:
-    """Records of vLLM's loggers, ours among them; they do not propagate to ``caplog``."""
+    """Records of INFO and above of vLLM's loggers, ours among them; ``record.message`` is the text
+    as it was when it was logged.
+
+    They do not propagate to ``caplog`` once vLLM has configured logging. It does so when it makes a
+    configuration, and drops handlers then: a test makes its configuration before this fixture.
+    """
     records: list[logging.LogRecord] = []
-    handler = logging.Handler()
-    handler.emit = records.append  # type: ignore[method-assign]
-    logging.getLogger("vllm").addHandler(handler)
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            self.format(record)  # sets `message`
+            records.append(record)
+
+    logger, handler = logging.getLogger("vllm"), Keep()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
     yield records
-    logging.getLogger("vllm").removeHandler(handler)
+    logger.setLevel(level)
+    logger.removeHandler(handler)

@@ -6,7 +6,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, fields
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -295,7 +295,8 @@ def test_no_count_exceeds_its_capacity(
 ) -> None:
     geometry, batch, _, capacity = drawn
     counted = batch_counts(geometry, batch)
-    total = Usage(*(sum(each) for each in zip(*(astuple(geometry.usage(g)) for g in batch))))
+    usages = [astuple(geometry.usage(grid)) for grid in batch]
+    total = Usage(*(sum(each) for each in zip(*usages, strict=True)))
     assert counted.patches <= capacity.patches
     assert len(counted.windows) <= capacity.windows
     assert capacity.holds(len(batch), total)
@@ -313,13 +314,13 @@ def test_no_count_exceeds_its_capacity(
 
 @pytest.mark.parametrize("merge", MERGES)
 @pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize("k", [0, 1, 2, 7])
-@pytest.mark.parametrize("frames", [1, 2, 5])
-def test_strips_reach_the_bound_on_windows(merge: int, side: int, k: int, frames: int) -> None:
+def test_strips_reach_the_bound_on_windows(merge: int, side: int) -> None:
     geometry = make_geometry(merge, side)
-    for strip in ((frames, merge, merge * (side * k + 1)), (frames, merge * (side * k + 1), merge)):
-        budget = geometry.output_tokens(strip)
-        capacity = geometry.capacity(budget, Limits(items=1, frames=frames))
+    for k, frames, upright in product([0, 1, 2, 7], [1, 2, 5], [False, True]):
+        long = merge * (side * k + 1)
+        strip = (frames, long, merge) if upright else (frames, merge, long)
+        limits = Limits(items=1, frames=frames)
+        capacity = geometry.capacity(geometry.output_tokens(strip), limits)
         assert capacity.sequences == frames
         assert len(count(geometry, strip).windows) == capacity.windows == frames * (k + 1)
 
@@ -381,7 +382,7 @@ def test_capacity_grows_with_the_budget(
 ) -> None:
     """Planning walks up the graphs and never looks back."""
     capacities = [geometry.capacity(budget, limits) for budget in sorted(budgets)]
-    for smaller, larger in zip(capacities, capacities[1:], strict=False):
+    for smaller, larger in pairwise(capacities):
         for field in fields(Capacity):
             assert getattr(smaller, field.name) <= getattr(larger, field.name), field.name
     smallest = geometry.usage(geometry.smallest_grid())

@@ -23,6 +23,10 @@ _POISONING_TEXTS = (
 )
 
 
+class RankFailure(RuntimeError):
+    """One rank failed where the others may wait for it: only the end of the engine is safe."""
+
+
 def poisons_the_process(error: BaseException) -> bool:
     """Whether the CUDA context is lost: such an error is passed on unchanged, so that vLLM's own
     restart sees it. Running out of memory is not one of them."""

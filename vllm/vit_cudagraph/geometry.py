@@ -235,8 +235,9 @@ class ViTGeometry:
         if windowed != (self.window_side is not None):
             raise ValueError("declare window_side together with window rows, or neither")
         for name, row in self.rows.items():
+            covered = self.rows.get(row.covers or "")
             if row.value in ("lengths", "longest") and (
-                row.covers not in self.rows or self.rows[row.covers].value != "offsets"
+                covered is None or covered.value != "offsets"
             ):
                 raise ValueError(f"{name!r} must cover declared offsets, not {row.covers!r}")
 

@@ -28,7 +28,7 @@ from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
 from vllm.vit_cudagraph import budgets
 from vllm.vit_cudagraph.captured import CapturedBudget
 from vllm.vit_cudagraph.eligibility import config_refusal, model_refusal
-from vllm.vit_cudagraph.failures import poisons_the_process
+from vllm.vit_cudagraph.failures import RankFailure, poisons_the_process
 from vllm.vit_cudagraph.geometry import Capacity, NotCapturable
 from vllm.vit_cudagraph.graphs import backend_for
 from vllm.vit_cudagraph.mixin import ViTInputs, WindowedViTCudaGraphMixin
@@ -90,8 +90,8 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
             graph_pool: The runner's memory pool for this round.
 
         Raises:
-            RuntimeError: A failure under tensor-parallel weights (ranks would disagree), or one
-                that has lost the CUDA context.
+            RankFailure: A failure under tensor-parallel weights: ranks would disagree.
+            RuntimeError: CUDA's own, where the context is lost.
         """
         if not self.on_mixin:
             self.capture_stock(graph_pool)
@@ -113,7 +113,7 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
                 "Encoder CUDA graphs of %s tokens are left out: %s", budgets_out, error_text
             )
         self.captured = dict(sorted(self.captured.items()))
-        self.budget_graphs["default"] = self.captured  # type: ignore[assignment]
+        self.budget_graphs["default"] = self.captured
         logger.info(
             "Captured %d encoder CUDA graphs (token budgets %s; at most %d items; %s) in %.1f s, "
             "%.0f MiB",
@@ -261,10 +261,10 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
 
     def _survive(self, error: Exception, doing: str) -> None:
         """Return if this process can go on without the other ranks noticing; raise otherwise."""
-        if poisons_the_process(error):
+        if poisons_the_process(error) or isinstance(error, RankFailure):
             raise error
         if get_tensor_model_parallel_world_size() > 1 and not self.use_dp:
-            raise RuntimeError(
+            raise RankFailure(
                 f"{doing} failed on one rank while the others may wait in an all-reduce of the "
                 "tower; set cudagraph_mm_encoder=false, or mm_encoder_tp_mode=data"
             ) from error

@@ -75,7 +75,7 @@ class WindowedViTCudaGraphMixin(SupportsEncoderCudaGraph):
 
     def vit_tower(self) -> Any:
         """The vision tower."""
-        return self.visual  # type: ignore[attr-defined]
+        return self.visual
 
     def vit_inputs(self, mm_kwargs: Mapping[str, Any]) -> ViTInputs:
         """Find the modality, the pixel rows and the grids in one modality's ``mm_kwargs``.
@@ -193,7 +193,7 @@ class WindowedViTCudaGraphMixin(SupportsEncoderCudaGraph):
 
     def get_encoder_cudagraph_config(self) -> EncoderCudaGraphConfig:
         """No modality is offered where the tower cannot be captured (see ``eligibility``)."""
-        limit = self.model_config.multimodal_config.get_limit_per_prompt  # type: ignore[attr-defined]
+        limit = self.model_config.multimodal_config.get_limit_per_prompt
         refused = model_refusal(self, self.vit_tower()) is not None
         rows = {} if refused else self.vit_declared.rows
         return EncoderCudaGraphConfig(
@@ -212,7 +212,7 @@ class WindowedViTCudaGraphMixin(SupportsEncoderCudaGraph):
 
     def get_max_frames_per_video(self) -> int:
         """A bound: each frame gives at least one token of the context."""
-        return self.model_config.max_model_len  # type: ignore[attr-defined]
+        return self.model_config.max_model_len
 
     def get_encoder_cudagraph_budget_range(self, vllm_config: Any) -> tuple[int, int]:
         """From a 224 x 224 image to the most tokens that one step can schedule."""

@@ -61,7 +61,7 @@ def _swap_manager() -> None:
     from vllm.v1.worker import encoder_cudagraph
     from vllm.vit_cudagraph.manager import EncoderGraphManager
 
-    encoder_cudagraph.EncoderCudaGraphManager = EncoderGraphManager  # type: ignore[misc]
+    encoder_cudagraph.EncoderCudaGraphManager = EncoderGraphManager
     bound = sys.modules.get("vllm.v1.worker.gpu.model_states.interface")
     if bound is not None:
         bound.EncoderCudaGraphManager = EncoderGraphManager  # type: ignore[attr-defined]

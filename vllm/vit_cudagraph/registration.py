@@ -35,7 +35,7 @@ class LazyModel(_LazyRegisteredModel):
 
     upstream_module: str = ""
 
-    def _get_modelinfo_module_hash(self, model_path: Path) -> str:  # type: ignore[override]
+    def _get_modelinfo_module_hash(self, model_path: Path) -> str:
         file = f"{self.upstream_module.rpartition('.')[2]}.py"
         upstream = Path(vllm.__path__[0], "model_executor", "models", file)
         file_hash = _LazyRegisteredModel._get_modelinfo_module_hash

@@ -63,6 +63,7 @@ _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",  # enough for these sizes, and servers side by side do not compete
 }
 _STOP_SECONDS = 15.0
 _LOG_TAIL_LINES = 40
@@ -193,8 +194,8 @@ class Server:
         self._final_log: str | None = None
 
     def __enter__(self) -> Server:
-        self.start()
         try:
+            self.start()
             self.wait_ready()
         except BaseException:  # an interrupt too must not leave a server behind
             self.stop()

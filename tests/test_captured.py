@@ -1,0 +1,359 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One captured budget: what it refuses before a copy, and what stands in its buffers after one."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.vit_cudagraph.captured import BufferMoved, CapturedBudget
+from vllm.vit_cudagraph.geometry import Capacity, NotCapturable
+from vllm.vit_cudagraph.metadata import AttentionLayout, fill
+
+CPU = torch.device("cpu")
+CAPACITY = Capacity(budget=4, items=3, patches=16, sequences=5, windows=0)
+PADDING = {
+    "cos": partial(fill, pad="zero"),
+    "order": partial(fill, pad="identity"),
+    "cu_seqlens": partial(fill, pad="last"),
+    "lengths": partial(fill, pad="zero"),
+    "max_seqlen": partial(fill, pad="bound"),
+}
+STALE = -99
+Values = dict[str, torch.Tensor | None]
+
+
+class NoGraph:
+    def replay(self) -> None:
+        raise AssertionError("nothing here replays")
+
+
+def make_captured() -> CapturedBudget:
+    """Buffers of every kind, full of an earlier batch's values."""
+    buffers = {
+        "pixel_values": torch.full((16, 6), float(STALE)),
+        "cos": torch.full((16, 2), float(STALE), dtype=torch.bfloat16),
+        "order": torch.full((4,), STALE),
+        "cu_seqlens": torch.full((6,), STALE, dtype=torch.int32),
+        "lengths": torch.full((5,), STALE, dtype=torch.int32),
+        "max_seqlen": torch.tensor(16, dtype=torch.int32),
+    }
+    return CapturedBudget(CAPACITY, NoGraph(), buffers, output=torch.zeros(4, 8))
+
+
+def values(tokens: int = 2, sequences: int = 2) -> Values:
+    """Exact values of a step that fits."""
+    patches = 4 * tokens
+    ends = torch.linspace(0, patches, sequences + 1).to(torch.int32)
+    return {
+        "pixel_values": torch.rand(patches, 6),
+        "cos": torch.rand(patches, 2).to(torch.bfloat16),
+        "order": torch.arange(tokens).flip(0),
+        "cu_seqlens": ends,
+        "lengths": ends.diff(),
+        "max_seqlen": torch.tensor(patches, dtype=torch.int32),
+    }
+
+
+def contents(captured: CapturedBudget) -> dict[str, torch.Tensor]:
+    return {name: buffer.clone() for name, buffer in captured.buffers.items()}
+
+
+def assert_same_contents(captured: CapturedBudget, before: dict[str, torch.Tensor]) -> None:
+    for name, buffer in captured.buffers.items():
+        assert torch.equal(buffer, before[name]), name
+
+
+# -- check -----------------------------------------------------------------------------------------
+
+
+def change(name: str, value: Any) -> Callable[[Values], None]:
+    return lambda them: them.__setitem__(name, value)
+
+
+REFUSED = {
+    "pixels of another dtype": (
+        change("pixel_values", torch.zeros(8, 6, dtype=torch.uint8)),
+        "pixel dtype differs from the buffer",
+    ),
+    "pixels of a narrower dtype": (
+        change("pixel_values", torch.zeros(8, 6, dtype=torch.bfloat16)),
+        "pixel dtype differs from the buffer",
+    ),
+    "wider pixels": (
+        change("pixel_values", torch.zeros(8, 7)),
+        "pixel_values rows differ in shape from the buffer's",
+    ),
+    "pixels of width one, which a copy would broadcast": (
+        change("pixel_values", torch.zeros(8, 1)),
+        "pixel_values rows differ in shape from the buffer's",
+    ),
+    "flat pixels": (
+        change("pixel_values", torch.zeros(6)),
+        "pixel_values rows differ in shape from the buffer's",
+    ),
+    "pixels with one more dimension": (
+        change("pixel_values", torch.zeros(8, 6, 1)),
+        "pixel_values rows differ in shape from the buffer's",
+    ),
+    "one pixel row too many": (
+        change("pixel_values", torch.zeros(17, 6)),
+        "pixel_values has more rows than its buffer",
+    ),
+    "one offset too many": (
+        change("cu_seqlens", torch.zeros(7, dtype=torch.int32)),
+        "cu_seqlens has more rows than its buffer",
+    ),
+    "one token too many": (
+        change("order", torch.arange(5)),
+        "order has more rows than its buffer",
+    ),
+    "long offsets": (
+        change("cu_seqlens", torch.zeros(3, dtype=torch.int64)),
+        "cu_seqlens dtype differs from the buffer",
+    ),
+    "metadata of the wrong dtype": (
+        change("cos", torch.zeros(8, 2)),
+        "cos dtype differs from the buffer",
+    ),
+    "metadata that is not there": (
+        change("cos", None),
+        "a tensor is missing from the metadata",
+    ),
+    "a name that is not there": (
+        lambda them: them.pop("lengths"),
+        "a tensor is missing from the metadata",
+    ),
+    "a number where rows belong": (
+        change("lengths", torch.tensor(3, dtype=torch.int32)),
+        "lengths rows differ in shape from the buffer's",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_is_refused_before_anything_is_written(case: str) -> None:
+    spoil, reason = REFUSED[case]
+    captured, them = make_captured(), values()
+    captured.check(them)
+    spoil(them)
+    before = contents(captured)
+    with pytest.raises(NotCapturable) as refused:
+        captured.check(them)
+    assert refused.value.reason == reason
+    assert_same_contents(captured, before)
+
+
+def test_a_reason_holds_no_values_of_the_input() -> None:
+    """Reasons are counted, so two inputs with one fault must give one reason."""
+    reasons = set()
+    for rows in (17, 18, 4000):
+        with pytest.raises(NotCapturable) as refused:
+            make_captured().check(values() | {"pixel_values": torch.zeros(rows, 6)})
+        reasons.add(refused.value.reason)
+        assert str(rows) in str(refused.value)
+    assert len(reasons) == 1
+
+
+@pytest.mark.parametrize("longest", [1, 8, 16])
+def test_a_longest_length_that_the_graph_covers_passes(longest: int) -> None:
+    """Whatever integer type it has: it is a host number and is never copied."""
+    for dtype in (torch.int32, torch.int64):
+        make_captured().check(values() | {"max_seqlen": torch.tensor(longest, dtype=dtype)})
+
+
+def test_a_longest_length_above_the_baked_one_is_refused() -> None:
+    """Attention drops the rows past a bound that is too small, without an error."""
+    with pytest.raises(NotCapturable):
+        make_captured().check(values() | {"max_seqlen": torch.tensor(17, dtype=torch.int32)})
+
+
+def test_what_the_graph_does_not_read_is_not_looked_at() -> None:
+    captured = make_captured()
+    captured.check(values() | {"other": torch.zeros(999, 999), "none": None})
+
+
+def test_values_that_fill_every_buffer_pass() -> None:
+    captured, them = make_captured(), values(tokens=4, sequences=5)
+    captured.check(them)
+    captured.load(them, PADDING)
+    for name, value in them.items():
+        assert torch.equal(captured.buffers[name], value), name
+
+
+# -- buffers that moved ----------------------------------------------------------------------------
+
+
+def rebind(captured: CapturedBudget) -> None:
+    captured.buffers["cos"] = captured.buffers["cos"].clone()
+
+
+def resize(captured: CapturedBudget) -> None:
+    buffer = captured.buffers["cos"]
+    rows = len(buffer)
+    buffer.resize_(10_000, 2).resize_(rows, 2)  # back to its size, but it has moved
+
+
+def set_storage(captured: CapturedBudget) -> None:
+    captured.buffers["cos"].set_(torch.zeros(16, 2, dtype=torch.bfloat16))
+
+
+def shift(captured: CapturedBudget) -> None:
+    """A view of the same storage, one row further on."""
+    captured.buffers["pixel_values"] = captured.buffers["pixel_values"][1:]
+
+
+def remove(captured: CapturedBudget) -> None:
+    """The graph goes on reading what was there."""
+    del captured.buffers["cos"]
+
+
+@pytest.mark.parametrize("move", [rebind, resize, set_storage, shift, remove])
+def test_a_buffer_that_moved_is_an_error_that_says_so(
+    move: Callable[[CapturedBudget], None],
+) -> None:
+    captured = make_captured()
+    captured.check(values())
+    move(captured)
+    before = contents(captured)
+    with pytest.raises(BufferMoved, match=r"(cos|pixel_values) moved since capture.*never rebind"):
+        captured.check(values())
+    assert_same_contents(captured, before)
+
+
+def test_loading_moves_nothing() -> None:
+    captured = make_captured()
+    addresses = {name: buffer.data_ptr() for name, buffer in captured.buffers.items()}
+    for tokens, sequences in [(4, 5), (1, 1), (2, 2), (4, 1)]:
+        them = values(tokens, sequences)
+        captured.check(them)
+        captured.load(them, PADDING)
+    assert {name: buffer.data_ptr() for name, buffer in captured.buffers.items()} == addresses
+    assert {name: len(buffer) for name, buffer in captured.buffers.items() if buffer.ndim} == {
+        "pixel_values": 16,
+        "cos": 16,
+        "order": 4,
+        "cu_seqlens": 6,
+        "lengths": 5,
+    }
+
+
+# -- load ------------------------------------------------------------------------------------------
+
+
+@given(steps=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 5)), min_size=1, max_size=4))
+@settings(max_examples=60)
+@example(steps=[(4, 5), (1, 1)])
+def test_heads_are_exact_and_tails_are_padded_whatever_came_before(
+    steps: list[tuple[int, int]],
+) -> None:
+    captured = make_captured()
+    expected_pixels = captured.buffers["pixel_values"].clone()
+    for tokens, sequences in steps:
+        them = values(tokens, min(sequences, 4 * tokens))
+        captured.check(them)
+        captured.load(them, PADDING)
+        buffers = captured.buffers
+        for name, value in them.items():
+            if value is not None and value.ndim:
+                assert torch.equal(buffers[name][: len(value)], value), name
+        offsets = them["cu_seqlens"]
+        assert (buffers["cu_seqlens"][len(offsets) :] == offsets[-1]).all()
+        assert (buffers["cu_seqlens"].diff() >= 0).all()
+        assert (buffers["lengths"][len(offsets) - 1 :] == 0).all()
+        assert torch.equal(buffers["lengths"], buffers["cu_seqlens"].diff())
+        assert (buffers["cos"][4 * tokens :] == 0).all()
+        assert buffers["order"][tokens:].tolist() == list(range(tokens, 4))
+        assert sorted(buffers["order"].tolist()) == [0, 1, 2, 3]
+        assert buffers["max_seqlen"] == 16, "a baked number is never written"
+        # Pixels keep what an earlier batch left: finite, and no sequence covers it.
+        expected_pixels[: 4 * tokens] = them["pixel_values"]
+        assert torch.equal(buffers["pixel_values"], expected_pixels)
+
+
+def test_values_of_any_stride_are_loaded() -> None:
+    captured, them = make_captured(), values()
+    pixels = torch.rand(6, 8).t()
+    captured.check(them | {"pixel_values": pixels})
+    captured.load(them | {"pixel_values": pixels}, PADDING)
+    assert torch.equal(captured.buffers["pixel_values"][:8], pixels)
+
+
+@pytest.mark.parametrize("pad", ["zero", "last", "identity"])
+def test_a_full_buffer_has_no_tail(pad: str) -> None:
+    buffer = torch.full((3,), STALE)
+    fill(buffer, torch.tensor([2, 0, 1]), pad)
+    assert buffer.tolist() == [2, 0, 1]
+
+
+# -- FlashInfer's two sections ---------------------------------------------------------------------
+
+
+def flashinfer(hidden: int, tp: int, padded: int | None) -> AttentionLayout:
+    return AttentionLayout(AttentionBackendEnum.FLASHINFER, hidden, tp, padded)
+
+
+lengths_of_sequences = st.lists(st.integers(1, 300), min_size=1, max_size=90)
+
+
+@given(
+    lengths=lengths_of_sequences,
+    unused=st.integers(0, 70),
+    layout=st.sampled_from(
+        [flashinfer(1280, 1, None), flashinfer(1280, 4, None), flashinfer(1152, 2, 1280)]
+    ),
+)
+@settings(max_examples=120)
+@example(lengths=[4] * 8, unused=0, layout=flashinfer(1280, 1, None))
+@example(lengths=[4] * 8, unused=1, layout=flashinfer(1280, 1, None))
+@example(lengths=[4], unused=69, layout=flashinfer(1280, 1, None))
+def test_sections_padded_to_capacity_are_upstreams_own(
+    lengths: list[int], unused: int, layout: AttentionLayout
+) -> None:
+    """Padding section by section gives what upstream lays out for offsets whose last is repeated
+    up to the capacity, so a graph of that capacity reads what upstream would have given it."""
+    assert layout.sectioned
+    exact = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    slots = len(lengths) + unused
+    repeated = np.concatenate([exact, np.full(unused, exact[-1], np.int32)])
+    expected = layout.offsets(repeated, CPU)
+    buffer = torch.full_like(layout.offsets(np.zeros(slots + 1, np.int32), CPU), STALE)
+    assert buffer.shape == expected.shape
+    fill(buffer, layout.offsets(exact, CPU), "sections")
+    assert torch.equal(buffer, expected)
+    for section in buffer.chunk(2):
+        assert (section.diff() >= 0).all()
+    # Single lengths, which FlashInfer reads as well: unused slots are empty sequences.
+    singles = layout.lengths(np.zeros(slots + 1, np.int32), CPU)
+    assert singles is not None
+    singles.fill_(STALE)
+    fill(singles, layout.lengths(exact, CPU), "zero")
+    assert torch.equal(singles, layout.lengths(repeated, CPU))
+
+
+def test_padding_sections_as_one_would_be_wrong() -> None:
+    """Why sections are padded each on its own: the check above can fail."""
+    layout = flashinfer(8, 1, None)
+    exact, repeated = np.array([0, 4], np.int32), np.array([0] + [4] * 9, np.int32)
+    expected = layout.offsets(repeated, CPU)
+    buffer = torch.zeros_like(expected)
+    fill(buffer, layout.offsets(exact, CPU), "last")
+    assert not torch.equal(buffer, expected)
+
+
+@given(lengths=lengths_of_sequences, slack=st.integers(0, 4000))
+@settings(max_examples=60)
+def test_a_bound_in_flashinfers_buckets_covers_every_longest(
+    lengths: list[int], slack: int
+) -> None:
+    layout = flashinfer(1280, 1, None)
+    exact = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    bound = layout.longest(np.array([0, max(lengths) + slack], np.int32))
+    assert bound >= layout.longest(exact) >= max(lengths)
+    assert (bound.device, bound.ndim) == (CPU, 0)
