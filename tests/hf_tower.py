@@ -56,12 +56,13 @@ class Twins:
         Args:
             modality: ``image`` (PIL images) or ``video`` (uint8 frames [t, height, width, 3]).
         """
-        media = [(frames, _video_metadata(len(frames))) for frames in data]
-        parsed = {modality: list(data) if modality == "image" else media}
+        media = list(data)
+        if modality == "video":
+            media = [(frames, _video_metadata(len(frames))) for frames in data]
         processor = MULTIMODAL_REGISTRY.create_processor(self.config.model_config)
         placeholder = f"<|vision_start|><|{modality}_pad|><|vision_end|>"
         prompt = self.processor.tokenizer(placeholder * len(data))["input_ids"]
-        inputs = ProcessorInputs(prompt, processor.info.parse_mm_data(parsed))
+        inputs = ProcessorInputs(prompt, processor.info.parse_mm_data({modality: media}))
         processed = processor.apply(inputs, TimingContext(enabled=False))
         items = [(modality, item) for item in processed["mm_kwargs"][modality]]
         ((_, number, kwargs),) = group_and_batch_mm_kwargs(items, device=managers.CPU)

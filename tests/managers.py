@@ -54,7 +54,7 @@ def make_manager(
     of: Any = None,
     base: VllmConfig | None = None,
 ) -> EncoderGraphManager:
-    """A captured manager with vLLM's three encoder settings; the family's shared model by default."""
+    """A captured manager with vLLM's three encoder settings, of the family's shared model."""
     settings = with_settings(
         base or config(family),
         encoder_cudagraph_token_budgets=list(budgets),

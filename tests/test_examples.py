@@ -1,16 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The examples run as they stand."""
+"""The examples run as they stand, and the demonstration fails when it should."""
 
 from __future__ import annotations
 
+import importlib.util
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import ModuleType
+
+import psutil
+import pytest
+
+from vllm.vit_cudagraph.testing.serving import Answer, Statistics
 
 EXAMPLES = Path(__file__).parent.parent / "docs" / "examples"
 
 
+@pytest.mark.serve
 def test_offline_example_generates_with_graphs(tmp_path: Path) -> None:
     run = subprocess.run(
         [sys.executable, str(EXAMPLES / "offline.py"), "--max-tokens=8"],
@@ -25,3 +35,54 @@ def test_offline_example_generates_with_graphs(tmp_path: Path) -> None:
         assert re.search(rf"{media}: ['\"].+['\"]", run.stdout), run.stdout[-4000:]
     counts = re.findall(r"Encoder CUDA graphs: (\d+) items replayed, (\d+) items eager", output)
     assert counts[-1] == ("4", "0"), output[-4000:]
+
+
+@pytest.fixture(scope="module")
+def demo() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("demo", EXAMPLES / "demo.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["demo"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_demo_finds_each_fault(demo: ModuleType) -> None:
+    requests = [demo.Request("one", [], True), demo.Request("two", [], True)]
+    replayed, eager = Statistics(replayed=1, replays=1), Statistics(eager=1)
+    answers = [Answer("a", (1,), (-0.5,), 9), Answer("a", (1,), (-0.7,), 9)]
+    plain = [demo.Row(answer, Statistics()) for answer in answers]
+    good = [demo.Row(answer, replayed) for answer in answers]
+    assert demo.faults(requests, plain, good) == []
+
+    slightly_off = [good[0], demo.Row(Answer("a", (1,), (-0.702,), 9), replayed)]
+    assert demo.faults(requests, plain, slightly_off) == [
+        "two: the answer with graphs is not the eager one"
+    ]
+    no_graph = [demo.Row(answer, eager) for answer in answers]
+    assert "no graph ran" in demo.faults(requests, plain, no_graph)[0]
+    same = [plain[0], plain[0]], [good[0], good[0]]
+    assert demo.faults(requests, *same) == ["one and two got the same log-probabilities"]
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_interrupted_demo_leaves_nothing_running(name: str) -> None:
+    process = subprocess.Popen(
+        [sys.executable, str(EXAMPLES / "demo.py")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    children: list[psutil.Process] = []
+    try:
+        deadline = time.monotonic() + 120
+        while not children and process.poll() is None and time.monotonic() < deadline:
+            children = psutil.Process(process.pid).children(recursive=True)
+            time.sleep(0.1)
+        assert children, "the demonstration started no server"
+        process.send_signal(signal.Signals[name])
+        output, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == {"SIGINT": 130, "SIGTERM": 143}[name], output
+    assert not any(child.is_running() for child in children)

@@ -346,7 +346,7 @@ def test_under_tensor_parallel_weights_a_failure_is_fatal(manager: EncoderGraphM
         mock.patch.object(
             type(manager.captured[64].graph), "replay", side_effect=ValueError("here only")
         ),
-        pytest.raises(RuntimeError, match="mm_encoder_tp_mode=data") as caught,
+        pytest.raises(RuntimeError, match="set cudagraph_mm_encoder=false") as caught,
         torch.inference_mode(),
     ):
         manager.execute(managers.batch(manager.model, [[1, 8, 8]]))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -235,10 +236,13 @@ def test_planted_fault_and_limits_of_zero(pair: Pair, tmp_path: Path) -> None:
 def check_stale_offsets_are_noticed(pair: Pair, planted: Server) -> None:
     """The comparison passes for the first batch of a graph and fails for the next."""
     assert_equal(planted.chat(CASES["rocket"].content), pair.eager_answer("rocket"), "first")
-    # The same token budget with fewer frames' worth of rows, cut into windows at other places.
+    # The same token budget and a few rows less, cut into windows at other places.
     second = [image_part(photo("chelsea", (500, 500))), QUESTION]
     answer, expected = planted.chat(second), pair.eager.chat(second)
     assert (planted.statistics().replayed, planted.statistics().eager) == (2, 0)
+    # A plausible answer: nothing but the comparison tells that it is wrong.
+    assert all(map(math.isfinite, answer.logprobs))
+    assert answer.distance(expected) > 10 * TOLERANCE
     with pytest.raises(AssertionError):
         assert_equal(answer, expected, "second")
 

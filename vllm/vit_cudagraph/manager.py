@@ -75,7 +75,12 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
     # -- capture -------------------------------------------------------------------------------
 
     def is_captured(self) -> bool:
-        return bool(self.captured) if self.on_mixin else super().is_captured()
+        """Whether ``execute`` has work to do. Under encoder data parallelism the ranks must agree,
+        so there a rank whose own captures failed still takes part, eagerly."""
+        if not self.on_mixin:
+            return super().is_captured()
+        round_open = self.graph_pool is not None and self.refusal is None
+        return round_open and (bool(self.captured) or self.use_dp)
 
     def clear(self) -> None:
         """Give back all graphs and buffers; ``capture`` makes them anew."""
@@ -153,7 +158,7 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
         """
         if not self.on_mixin:
             return self.execute_stock(mm_kwargs)
-        if not self.captured:
+        if not self.is_captured():
             return None
         try:
             inputs = self.model.vit_checked_inputs(mm_kwargs)
@@ -174,7 +179,7 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
             outputs = self._execute_ranks(mm_kwargs, inputs)
             return self.model.vit_finish(outputs, mm_kwargs)
         except Exception as error:
-            self._survive(error, "running the vision tower")
+            self._survive(error, "running the vision tower", alone=False)
             self._count_eager("an error outside the graphs", len(inputs.grids), _brief(error))
             return None
 
@@ -259,14 +264,19 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
 
     # -- failures and counts -------------------------------------------------------------------
 
-    def _survive(self, error: Exception, doing: str) -> None:
-        """Return if this process can go on without the other ranks noticing; raise otherwise."""
+    def _survive(self, error: Exception, doing: str, alone: bool = True) -> None:
+        """Return if this process can go on without the other ranks noticing; raise otherwise.
+
+        Args:
+            alone: Whether, under encoder data parallelism, only this rank's share is concerned.
+                A failure around the gather is not: the others wait in it.
+        """
         if poisons_the_process(error) or isinstance(error, RankFailure):
             raise error
-        if get_tensor_model_parallel_world_size() > 1 and not self.use_dp:
+        if get_tensor_model_parallel_world_size() > 1 and not (self.use_dp and alone):
             raise RankFailure(
-                f"{doing} failed on one rank while the others may wait in an all-reduce of the "
-                "tower; set cudagraph_mm_encoder=false, or mm_encoder_tp_mode=data"
+                f"{doing} failed on one rank while the others may wait for it in a collective; "
+                "set cudagraph_mm_encoder=false to run the tower eagerly"
             ) from error
 
     def _retire(self, budget: int, error: Exception) -> None:
