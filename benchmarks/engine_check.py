@@ -8,6 +8,7 @@ the embeddings of every batch that went through the manager against the model's 
 
     python benchmarks/engine_check.py --runner v2
     python benchmarks/engine_check.py --runner v1
+    python benchmarks/engine_check.py --processes     # as a user runs it: engine in its own process
 
 Ends non-zero where an embedding differs by more than bf16's tolerance, where no graph ran, or where
 something ran eagerly that should not have. Needs the ``test`` extra's scikit-image.
@@ -193,11 +194,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runner", choices=["v1", "v2"], default="v2")
     parser.add_argument("--attention", default=None, help="--mm-encoder-attn-backend of vLLM")
+    parser.add_argument(
+        "--processes",
+        action="store_true",
+        help="engine in a process of its own; only its log is shown, embeddings are out of reach",
+    )
     parser.add_argument("--json", type=Path, default=None, help="write the figures here")
     options = parser.parse_args()
     os.environ |= {
         "VLLM_USE_V2_MODEL_RUNNER": "1" if options.runner == "v2" else "0",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if options.processes else "0",
         "VLLM_VIT_CUDAGRAPH_LOG_INTERVAL": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
@@ -228,11 +234,14 @@ def main() -> int:
             },
         )
         started = time.perf_counter() - start
+        prompts = requests()
+        sampling = SamplingParams(temperature=0.0, max_tokens=2)
+        if options.processes:
+            llm.generate(prompts, sampling, use_tqdm=False)
+            return 0
         llm.collective_rpc(fill_weights)
         manager = llm.collective_rpc(manager_of)[0]
         batches = record_batches(manager)
-        prompts = requests()
-        sampling = SamplingParams(temperature=0.0, max_tokens=2)
         for prompt in prompts:
             llm.generate([prompt], sampling, use_tqdm=False)
     rows = compare(manager.model, batches)

@@ -389,7 +389,7 @@ def test_capacity_grows_with_the_budget(
     for capacity in capacities:
         assert min(capacity.items, capacity.patches, capacity.sequences) >= 1
         assert capacity.holds(1, smallest), "the item that capture probes with must fit"
-        assert capacity.items <= max(1, limits.items)
+        assert capacity.items == min(limits.items, capacity.budget)
         if geometry.sequences == "frame" and limits.frames is not None:
             assert capacity.sequences <= max(1, limits.items, limits.frames)
 

@@ -136,6 +136,30 @@ def test_the_cut_is_the_cheapest(batch: list[Usage], graphs: list[Capacity]) -> 
     assert cost(plan_steps(batch, graphs)) == (cheapest(fitting, graphs) if fitting else 0)
 
 
+@given(
+    tokens=st.lists(st.integers(1, 300), min_size=2, max_size=7),
+    budgets=st.lists(st.sampled_from([64, 100, 128, 200, 256, 400, 1000]), min_size=1, unique=True),
+)
+@settings(max_examples=100)
+@example(tokens=[60, 60], budgets=[64, 400])
+@example(tokens=[60, 60], budgets=[64, 128])
+@example(tokens=[30, 30, 90, 90], budgets=[64, 100, 1000])
+def test_the_cut_is_the_cheapest_where_tokens_alone_decide(
+    tokens: list[int], budgets: list[int]
+) -> None:
+    graphs = [Capacity(budget, 9, 9999, 99, 99) for budget in sorted(budgets)]
+    batch = [Usage(4 * n, n, 1, 1) for n in tokens]
+    fitting = [use for use in batch if use.tokens <= graphs[-1].budget]
+    assert cost(plan_steps(batch, graphs)) == (cheapest(fitting, graphs) if fitting else 0)
+
+
+def test_items_share_a_replay_only_where_that_is_cheaper() -> None:
+    batch = [Usage(240, 60, 1, 1)] * 2
+    small, middle, large = (Capacity(budget, 9, 9999, 99, 99) for budget in (64, 128, 400))
+    assert plan_steps(batch, [small, middle]) == [Step((0, 1), 128)]
+    assert plan_steps(batch, [small, large]) == [Step((0,), 64), Step((1,), 64)]
+
+
 @given(use=usages, graphs=capacities_of_graphs(least=1))
 @settings(max_examples=100)
 def test_one_item_takes_the_smallest_graph_that_holds_it(
