@@ -25,20 +25,26 @@ UPSTREAM = "vllm.v1.worker.encoder_cudagraph"
 
 
 class Ranks:
-    """Threads that stand for ranks, and their all-gather."""
+    """Threads that stand for ranks, and their all-gather.
+
+    One computes at a time: they share one model, and vLLM's CPU kernels keep scratch memory in it.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.rank = threading.local()
         self.barrier = threading.Barrier(size, timeout=30)
+        self.computing = threading.Lock()
         self.sent: list[Any] = [None] * size
 
     def all_gather(self, rows: torch.Tensor, dim: int = 0) -> torch.Tensor:
         self.sent[self.rank.number] = rows
-        self.barrier.wait()
-        gathered = torch.cat(self.sent, dim=dim)
-        self.barrier.wait()
-        return gathered
+        self.computing.release()
+        try:
+            self.barrier.wait()
+            return torch.cat(self.sent, dim=dim)
+        finally:
+            self.computing.acquire()
 
     @contextmanager
     def as_the_group(self) -> Iterator[None]:
@@ -54,11 +60,12 @@ class Ranks:
     def execute(self, ranks: list[EncoderGraphManager], mm_kwargs: dict[str, Any]) -> list[Any]:
         """What each rank's ``execute`` gives or raises."""
         results: list[Any] = [None] * self.size
+        config = ranks[0].vllm_config
 
         def run(number: int) -> None:
             self.rank.number = number
             try:
-                with torch.inference_mode(), set_current_vllm_config(ranks[number].vllm_config):
+                with self.computing, torch.inference_mode(), set_current_vllm_config(config):
                     results[number] = ranks[number].execute(mm_kwargs)
             except Exception as error:
                 results[number] = error
@@ -116,7 +123,7 @@ def test_a_rank_that_cannot_reach_the_gather_ends_with_a_message() -> None:
     ranks[1].captured.clear()
     kwargs = managers.batch(ranks[0].model, BATCHES["more items than ranks"])
     failing = mock.Mock(side_effect=torch.OutOfMemoryError("none left"))
-    with mock.patch.object(ranks[1], "_execute_local", failing):
+    with mock.patch.object(ranks[1], "_execute_steps", failing):
         results = Ranks(2).execute(ranks, kwargs)
     assert isinstance(results[1], RankFailure) and "cudagraph_mm_encoder=false" in str(results[1])
     assert isinstance(results[0], RankFailure)  # here the exchange breaks; NCCL's watchdog ends it

@@ -46,7 +46,13 @@ class CapturedBudget:
                 rows, or is missing.
             BufferMoved: A hook rebound a buffer.
         """
-        for name, buffer in self.buffers.items():
+        for name, address in self._addresses.items():
+            buffer = self.buffers.get(name)
+            if buffer is None or buffer.data_ptr() != address:
+                raise BufferMoved(
+                    f"buffer {name} moved since capture; a hook must write into buffers, "
+                    "never rebind or resize them"
+                )
             value = values.get(name)
             if value is None:
                 raise NotCapturable("a tensor is missing from the metadata", name)
@@ -55,7 +61,7 @@ class CapturedBudget:
                 raise NotCapturable(
                     f"{kind} dtype differs from the buffer", f"{value.dtype}, not {buffer.dtype}"
                 )
-            if value.shape[1:] != buffer.shape[1:]:
+            if value.ndim != buffer.ndim or value.shape[1:] != buffer.shape[1:]:
                 raise NotCapturable(
                     f"{name} rows differ in shape from the buffer's",
                     f"{tuple(value.shape[1:])}, not {tuple(buffer.shape[1:])}",
@@ -64,10 +70,9 @@ class CapturedBudget:
                 raise NotCapturable(
                     f"{name} has more rows than its buffer", f"{len(value)} > {len(buffer)}"
                 )
-            if buffer.data_ptr() != self._addresses[name]:
-                raise BufferMoved(
-                    f"buffer {name} moved since capture; a hook must write into buffers, "
-                    "never rebind or resize them"
+            if not buffer.ndim and value > buffer:
+                raise NotCapturable(
+                    f"{name} is above what the graph covers", f"{int(value)} > {int(buffer)}"
                 )
 
     def load(self, values: Mapping[str, torch.Tensor | None], padding: Padding) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-POISONING_CODES = frozenset({214, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719})
+POISONING_CODES = frozenset({214, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721})
 """CUDA runtime errors that leave the context unusable: uncorrectable ECC, illegal address, launch
 timeout, destroyed context, device assertion, hardware stack, illegal instruction, misaligned
 address, invalid address space, invalid program counter, launch failure (CUDA runtime API,
@@ -18,6 +18,11 @@ _POISONING_TEXTS = (
     "unspecified launch failure",
     "illegal instruction",
     "uncorrectable ECC",
+    "peer GPU memory over nvlink or a hardware error",
+    "launch timed out",
+    "context is destroyed",
+    "global/shared address space",
+    "tensor memory not completely freed",
     "hardware stack error",
     "invalid program counter",
 )
@@ -34,5 +39,7 @@ def poisons_the_process(error: BaseException) -> bool:
         return False
     accelerator_error = getattr(torch, "AcceleratorError", ())
     if isinstance(error, accelerator_error):
-        return getattr(error, "error_code", None) in POISONING_CODES
+        code = getattr(error, "error_code", None)
+        if code is not None:
+            return code in POISONING_CODES
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _POISONING_TEXTS)

@@ -39,6 +39,12 @@ _PAD_OF_VALUE: dict[Value, Pad] = {
     "longest": "bound",
 }
 
+_CHOICES = {
+    "temporal_merge": ("none", "halve", "pool"),
+    "sequences": ("frame", "item"),
+    "output_rows": ("tokens", "patches"),
+}
+
 
 class NotCapturable(ValueError):
     """This input cannot go through a graph; the batch runs eagerly.
@@ -129,7 +135,8 @@ class Limits:
         frames: Most video frames in a step as the user set it; 0 where videos are off; ``None``
             leaves it to ``tokens_per_sequence``.
         tokens_per_sequence: Without a user's limit a graph has one sequence slot for so many
-            tokens. 1 can never overflow, since a sequence holds at least one token.
+            tokens (counted before frames are merged). 1 can never overflow, since a sequence
+            holds at least one of them.
     """
 
     items: int
@@ -139,7 +146,7 @@ class Limits:
     def sequences(self, budget: int) -> int:
         """Most attention sequences in a step of ``budget`` tokens, where each is a frame.
 
-        Each sequence holds at least one token, so ``budget`` bounds it always. An image is one
+        Each frame holds at least one token, so ``budget`` bounds it always. An image is one
         sequence, so ``items`` slots must be there; frames come from the user or from the ratio.
         """
         frames = self.frames
@@ -158,14 +165,21 @@ class Capacity:
     sequences: int
     windows: int
 
-    def holds(self, items: int, use: Usage) -> bool:
+    def holds_counts(
+        self, items: int, patches: int, tokens: int, sequences: int, windows: int
+    ) -> bool:
+        """Whether so much of each kind fits."""
         return (
             items <= self.items
-            and use.tokens <= self.budget
-            and use.patches <= self.patches
-            and use.sequences <= self.sequences
-            and use.windows <= self.windows
+            and tokens <= self.budget
+            and patches <= self.patches
+            and sequences <= self.sequences
+            and windows <= self.windows
         )
+
+    def holds(self, items: int, use: Usage) -> bool:
+        """Whether so many items that together use ``use`` fit."""
+        return self.holds_counts(items, use.patches, use.tokens, use.sequences, use.windows)
 
 
 @dataclass(frozen=True)
@@ -229,9 +243,13 @@ class ViTGeometry:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.window_side is not None and self.window_side < 1:
             raise ValueError(f"window_side must be at least 1 or None, got {self.window_side}")
-        windowed = any(
-            row.kind == "windows" or row.value in ("order", "inverse") for row in self.rows.values()
-        )
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be one of {choices}, got {getattr(self, name)!r}")
+        values = {row.value for row in self.rows.values()}
+        if ("order" in values) != ("inverse" in values):
+            raise ValueError("declare window order and its inverse together, or neither")
+        windowed = "order" in values or any(r.kind == "windows" for r in self.rows.values())
         if windowed != (self.window_side is not None):
             raise ValueError("declare window_side together with window rows, or neither")
         for name, row in self.rows.items():
@@ -352,14 +370,18 @@ class ViTGeometry:
         t = 3). Where all frames are pooled no bound exists; such a tower captures t = 1 alone
         (``vit_capturable``), for which the plain bound holds.
         """
-        frames_per_token = 3 if self.temporal_merge == "halve" else 1
-        return budget * self.merge_unit * frames_per_token
+        return budget * self.merge_unit * self._frames_per_token
+
+    @property
+    def _frames_per_token(self) -> int:
+        """Most frames that one output token is made of (see :meth:`_most_patches`)."""
+        return 3 if self.temporal_merge == "halve" else 1
 
     def _most_sequences(self, budget: int, limits: Limits) -> int:
         """Most attention sequences; the planner never sends a step with more to the graph."""
         if self.sequences == "item":
             return max(1, min(limits.items, budget))
-        return limits.sequences(budget)
+        return limits.sequences(budget * self._frames_per_token)
 
     def _most_windows(self, budget: int, sequences: int) -> int:
         """Most non-empty windows: ``floor((T + (s - 1) * S) / s)``, never more than ``T``.

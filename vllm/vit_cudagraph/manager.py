@@ -186,13 +186,13 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
     def _execute_ranks(self, mm_kwargs: dict[str, Any], inputs: ViTInputs) -> list[torch.Tensor]:
         """All items here, or this rank's share and the others' by upstream's gather."""
         if not self.use_dp:
-            return self._execute_local(mm_kwargs)
+            return self._execute_steps(mm_kwargs)
         tokens = [self.model.vit_declared.output_tokens(grid) for grid in inputs.grids]
         local_kwargs, assignment, counts, most_tokens = self._dp_shard(mm_kwargs, tokens)
-        local = self._execute_local(local_kwargs)
+        local = self._execute_steps(local_kwargs)
         return self._dp_gather(local, tokens, assignment, counts, most_tokens)
 
-    def _execute_local(self, mm_kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    def _execute_steps(self, mm_kwargs: dict[str, Any]) -> list[torch.Tensor]:
         inputs = self.model.vit_inputs(mm_kwargs)
         outputs: dict[int, torch.Tensor] = {}
         tokens = [self.model.vit_declared.output_tokens(grid) for grid in inputs.grids]

@@ -100,12 +100,17 @@ def _cheapest_cuts(
     best = [0.0] + [float("inf")] * len(usages)
     cut: list[tuple[int, int]] = [(0, 0)] * (len(usages) + 1)
     for start in range(len(usages)):
-        total = Usage(0, 0, 0, 0)
-        level = 0
+        patches = tokens = sequences = windows = level = 0
         for stop in range(start + 1, len(usages) + 1):
-            total = _add(total, usages[stop - 1])
+            last = usages[stop - 1]
+            patches += last.patches
+            tokens += last.tokens
+            sequences += last.sequences
+            windows += last.windows
             # Capacities grow together, so a run that outgrew a graph never fits it again.
-            while level < len(capacities) and not capacities[level].holds(stop - start, total):
+            while level < len(capacities) and not capacities[level].holds_counts(
+                stop - start, patches, tokens, sequences, windows
+            ):
                 level += 1
             if level == len(capacities):
                 break
@@ -120,12 +125,3 @@ def _cheapest_cuts(
         runs.append((start, stop, budget))
         stop = start
     return runs[::-1]
-
-
-def _add(a: Usage, b: Usage) -> Usage:
-    return Usage(
-        a.patches + b.patches,
-        a.tokens + b.tokens,
-        a.sequences + b.sequences,
-        a.windows + b.windows,
-    )

@@ -20,7 +20,7 @@ def log_interval() -> int:
     text = os.environ.get(LOG_INTERVAL, "")
     if not text:
         return DEFAULT_LOG_INTERVAL
-    if text.isdecimal() and int(text) > 0:
+    if text.isdecimal() and len(text) < 10 and int(text) > 0:
         return int(text)
     logger.warning(
         "%s=%r is not a positive whole number; using %d", LOG_INTERVAL, text, DEFAULT_LOG_INTERVAL

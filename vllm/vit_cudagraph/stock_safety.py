@@ -41,7 +41,10 @@ class StockSafety(EncoderCudaGraphManager):
             self._warn_once(f"the graph of {token_budget} tokens is left out ({error})")
 
     def execute_stock(self, mm_kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
-        """Upstream's ``execute``; None, for the model's own eager path, where it fails."""
+        """Upstream's ``execute``; None, for the model's own eager path, where it fails
+        or nothing was captured."""
+        if not self.is_captured():
+            return None
         try:
             return super().execute(mm_kwargs)
         except Exception as error:
