@@ -204,7 +204,7 @@ def main() -> int:
     os.environ |= {
         "VLLM_USE_V2_MODEL_RUNNER": "1" if options.runner == "v2" else "0",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if options.processes else "0",
-        "VLLM_VIT_CUDAGRAPH_LOG_INTERVAL": "1",
+        "VIT_CUDAGRAPH_LOG_INTERVAL": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
     }

@@ -161,8 +161,9 @@ def test_empty_batch(manager: EncoderGraphManager) -> None:
 )
 def test_malformed_grid(manager: EncoderGraphManager, grid: list[int]) -> None:
     kwargs = managers.batch(manager.model, [[1, 4, 4]])
-    kwargs["image_grid_thw"] = torch.tensor([grid])
+    kwargs["image_grid_thw"] = torch.tensor([grid] * 3)
     assert refused(manager, kwargs) == "input does not fit its grids"
+    assert manager.statistics.eager.total() == 3
 
 
 @pytest.mark.parametrize("rows", [-1, 1, 100])
@@ -259,6 +260,44 @@ def test_compiled_tower_on_the_twin(vllm_log: list[Any]) -> None:
     base = managers.with_settings(managers.config(FAMILY), compile_mm_encoder=True)
     manager = managers.make_manager(FAMILY, base=base, capture=False)
     nothing_captured(manager, "compile_mm_encoder", vllm_log)
+
+
+def test_a_geometry_that_cannot_be_read(vllm_log: list[Any]) -> None:
+    """A fault in a hook, or a model of unforeseen shape, costs the graphs and not the server."""
+    model = managers.model(FAMILY)
+    with (
+        mock.patch.dict(model.__dict__),
+        mock.patch.object(type(model), "vit_geometry", side_effect=ValueError("window of 0")),
+    ):
+        model.__dict__.pop("vit_declared", None)
+        manager = managers.make_manager(FAMILY, capture=False)
+        nothing_captured(manager, "vit_geometry() failed, ValueError: window of 0", vllm_log)
+        # A second manager of the model (the V1 runner makes two) says it no more.
+        managers.make_manager(FAMILY, capture=False)
+    assert len(warnings(vllm_log)) == 1
+
+
+@pytest.fixture
+def without_lengths() -> Any:
+    """A model whose tower takes no single lengths; made before a test listens to the log."""
+    return managers.model("qwen2_vl")
+
+
+def test_flashinfer_where_the_tower_takes_no_lengths(
+    without_lengths: Any, vllm_log: list[Any]
+) -> None:
+    with managers.backend(without_lengths, AttentionBackendEnum.FLASHINFER):
+        manager = managers.make_manager("qwen2_vl", capture=False)
+        nothing_captured(manager, "FLASHINFER reads single lengths", vllm_log)
+
+
+def test_a_device_without_graphs(vllm_log: list[Any]) -> None:
+    settings = managers.config(FAMILY)
+    with set_current_vllm_config(settings):
+        manager = EncoderGraphManager(
+            settings, torch.device("meta"), torch.float32, managers.model(FAMILY)
+        )
+    nothing_captured(manager, "meta", vllm_log)
 
 
 # -- failures ----------------------------------------------------------------------------------
@@ -384,7 +423,7 @@ def test_a_second_manager_takes_over(manager: EncoderGraphManager) -> None:
 
 
 def test_log_line(vllm_log: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_VIT_CUDAGRAPH_LOG_INTERVAL", "1")
+    monkeypatch.setenv("VIT_CUDAGRAPH_LOG_INTERVAL", "1")
     manager = managers.make_manager(FAMILY, budgets=[64])
     check(manager, [[1, 8, 8], [1, 30, 30]])
     assert texts(vllm_log)[-1] == (

@@ -94,7 +94,7 @@ def test_missing_scikit_image_is_an_error_that_names_the_extra(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "skimage", None)  # Python's own way to make an import fail
-    with pytest.raises(ImportError, match=r"vllm-vit-cudagraph\[test\]"):
+    with pytest.raises(ImportError, match=r"pip install '\.\[test\]'"):
         photos.photo("rocket")
 
 

@@ -157,7 +157,7 @@ def test_the_interval_comes_from_the_environment(
 
 
 def test_names_and_default_as_documented() -> None:
-    assert (LOG_INTERVAL, DEFAULT_LOG_INTERVAL) == ("VLLM_VIT_CUDAGRAPH_LOG_INTERVAL", 100)
+    assert (LOG_INTERVAL, DEFAULT_LOG_INTERVAL) == ("VIT_CUDAGRAPH_LOG_INTERVAL", 100)
 
 
 @pytest.mark.parametrize(

@@ -90,14 +90,14 @@ def run(model: str, max_model_len: int, max_tokens: int) -> None:
         print(f"{media[0]} images, {media[1]} videos: {output.outputs[0].text!r}")
     print(
         "The lines 'Encoder CUDA graphs: ... items replayed' above count what ran as a graph, what "
-        "ran eagerly, and why. A server prints one every VLLM_VIT_CUDAGRAPH_LOG_INTERVAL items."
+        "ran eagerly, and why. A server prints one every VIT_CUDAGRAPH_LOG_INTERVAL items."
     )
 
 
 def main() -> None:
     """Run the example with the given model, or with a tiny one that lives as long as the run."""
     options = arguments()
-    os.environ.setdefault("VLLM_VIT_CUDAGRAPH_LOG_INTERVAL", "1")
+    os.environ.setdefault("VIT_CUDAGRAPH_LOG_INTERVAL", "1")
     if options.model:
         run(options.model, options.max_model_len, options.max_tokens)
         return

@@ -30,15 +30,30 @@ def model_refusal(model: Any, tower: Any) -> str | None:
         return (
             "video pruning changes embeddings after the tower; set video_pruning_rate=0 for graphs"
         )
-    if tower.attn_backend not in CAPTURABLE_BACKENDS:
+    backend = getattr(tower, "attn_backend", None)
+    if backend not in CAPTURABLE_BACKENDS:
         return (
-            f"attention backend {tower.attn_backend.name} reads offsets on the host; "
+            f"attention backend {getattr(backend, 'name', backend)} reads offsets on the host; "
             "set --mm-encoder-attn-backend to FLASH_ATTN or TRITON_ATTN"
         )
     if any(getattr(module, "_fp8_dynamic_scale", False) for module in tower.modules()):
         return (
             "FP8 attention with dynamic scales keeps a history on the host; "
             "set mm_encoder_fp8_scale_path to a file of static scales"
+        )
+    return _geometry_refusal(model, backend)
+
+
+def _geometry_refusal(model: Any, backend: AttentionBackendEnum) -> str | None:
+    """A geometry that cannot be read costs the graphs, never the server."""
+    try:
+        rows = model.vit_declared.rows.values()
+    except Exception as error:
+        return f"vit_geometry() failed, {type(error).__name__}: {error}"
+    if backend == AttentionBackendEnum.FLASHINFER and not any(r.value == "lengths" for r in rows):
+        return (
+            "attention backend FLASHINFER reads single lengths, which this tower does not take; "
+            "set --mm-encoder-attn-backend to FLASH_ATTN"
         )
     return None
 

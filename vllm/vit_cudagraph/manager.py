@@ -59,18 +59,27 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
         self.settings = settings
         self.token_budgets = list(settings.token_budgets)
         self.max_batch_size = settings.limits.items
-        self.backend = backend_for(device)
         self.captured: dict[int, CapturedBudget] = {}
         self.statistics = Statistics()
         self._log_interval = log_interval()
-        self.refusal = (
-            config_refusal(vllm_config)
-            or model_refusal(model, model.vit_tower())
-            or self.backend.refusal(vllm_config)
-        )
+        self.refusal = self._why_nothing_is_captured()
         self.path_token_budgets = {"default": [] if self.refusal else self.token_budgets}
-        if self.refusal:
+        if self.refusal and getattr(model, "_vit_refusal_said", None) != self.refusal:
+            # The V1 runner makes two managers of one model: say it once.
+            model._vit_refusal_said = self.refusal
             logger.warning("Encoder CUDA graphs are off: %s", self.refusal)
+
+    def _why_nothing_is_captured(self) -> str | None:
+        """From configuration alone; chooses the graph backend on the way."""
+        refusal = config_refusal(self.vllm_config)
+        refusal = refusal or model_refusal(self.model, self.model.vit_tower())
+        if refusal is not None:
+            return refusal
+        try:
+            self.backend = backend_for(self.device)
+        except ValueError as error:
+            return str(error)
+        return self.backend.refusal(self.vllm_config)
 
     # -- capture -------------------------------------------------------------------------------
 
@@ -163,7 +172,7 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
         try:
             inputs = self.model.vit_checked_inputs(mm_kwargs)
         except NotCapturable as refused:
-            self._count_eager(refused.reason, 1, str(refused))
+            self._count_eager(refused.reason, _item_count(mm_kwargs), str(refused))
             outputs = None
         else:
             outputs = self._execute_checked(mm_kwargs, inputs)
@@ -305,6 +314,12 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
                 padding_tokens=self.statistics.padding,
             )
         return stats
+
+
+def _item_count(mm_kwargs: dict[str, Any]) -> int:
+    """Items of a batch that could not be read: as many as it has grids, at least one."""
+    grids = (value for name, value in mm_kwargs.items() if "grid" in name)
+    return max((len(grid) for grid in grids if hasattr(grid, "__len__")), default=1) or 1
 
 
 def _brief(error: BaseException) -> str:

@@ -214,16 +214,24 @@ class MetadataBuilder:
 
 
 def allocate(
-    builder: MetadataBuilder, capacity: Capacity, device: torch.device
+    builder: MetadataBuilder,
+    probe: Mapping[str, torch.Tensor | None],
+    capacity: Capacity,
+    device: torch.device,
 ) -> dict[str, torch.Tensor]:
     """Buffers for the metadata of any step within ``capacity``, holding the smallest item.
 
-    One probe with the smallest grid tells dtypes and trailing shapes; the leading size comes from
-    what the rows count. Longest lengths are the bound over all such steps, since a graph bakes
-    them in. Names that the attention backend does not read get no buffer.
+    Leading sizes come from what the rows count. Longest lengths are the bound over all such steps,
+    since a graph bakes them in.
+
+    Args:
+        builder: The tower's.
+        probe: Metadata of the smallest item: tells dtypes and trailing shapes. Names that are None
+            in it (the attention backend does not read them) get no buffer.
+        capacity: What the buffers must hold.
+        device: Where they lie.
     """
     geometry = builder.geometry
-    probe = builder.build([geometry.smallest_grid()], device)
     buffers: dict[str, torch.Tensor] = {}
     for name, row in geometry.rows.items():
         exact = probe[name]

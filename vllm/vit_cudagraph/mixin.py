@@ -187,7 +187,9 @@ class WindowedViTCudaGraphMixin(SupportsEncoderCudaGraph):
             device=device,
             dtype=getattr(norm, "input_dtype", None) or dtype,
         )
-        return {PIXELS: pixels, **allocate(self._vit_builder, capacity, device)}
+        # The hook itself is probed, so that a name that only an override makes has a buffer too.
+        smallest = self.vit_metadata([self.vit_declared.smallest_grid()], device)
+        return {PIXELS: pixels, **allocate(self._vit_builder, smallest, capacity, device)}
 
     # -- vLLM's protocol -----------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ MIN_TOKEN_BUDGET = 64
 
 REPLAY_OVERHEAD_TOKENS = 96
 """What one more replay costs, in tokens. A replay takes about 1.5 ms + 0.0165 ms a token on an
-H200 (Qwen2.5-VL-7B's tower, `upstream-facts.md`: 2.8 ms at 64 tokens, 37.4 ms at 2116)."""
+H200 (Qwen2.5-VL-7B's tower: 2.8 ms at 64 tokens, 37.4 ms at 2116; docs/measurements.md)."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from vllm.vit_cudagraph import contract
 
 logger = init_logger(__name__)
 
-WARNED = "VLLM_VIT_CUDAGRAPH_WARNED"
+WARNED = "VIT_CUDAGRAPH_WARNED"
 """Set by the first process that warns, so that those which inherit its environment do not."""
 
 

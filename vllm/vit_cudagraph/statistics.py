@@ -11,7 +11,7 @@ from vllm.logger import init_logger
 
 logger = init_logger(__name__)
 
-LOG_INTERVAL = "VLLM_VIT_CUDAGRAPH_LOG_INTERVAL"
+LOG_INTERVAL = "VIT_CUDAGRAPH_LOG_INTERVAL"
 DEFAULT_LOG_INTERVAL = 100
 
 

@@ -49,7 +49,7 @@ def _data_dir() -> Path:
     except ImportError as error:
         raise ImportError(
             "the photographs ship with scikit-image, which is not installed; "
-            "install the extra that brings it: pip install 'vllm-vit-cudagraph[test]'"
+            "install the extra that brings it: pip install '.[test]' in a checkout"
         ) from error
     return Path(data.data_dir)
 

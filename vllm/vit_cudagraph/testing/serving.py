@@ -42,7 +42,7 @@ STOCK: dict[str, Any] = {"env": {"VLLM_PLUGINS": ""}}
 TWIN: dict[str, Any] = {
     "compilation_config": {"cudagraph_mm_encoder": True},
     "worker_cls": "vllm.vit_cudagraph.testing.cpu_worker.TwinWorker",
-    "env": {"VLLM_VIT_CUDAGRAPH_LOG_INTERVAL": "1"},
+    "env": {"VIT_CUDAGRAPH_LOG_INTERVAL": "1"},
 }
 
 MODEL_NAME = "tiny"
