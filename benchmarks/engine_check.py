@@ -150,11 +150,31 @@ def requests() -> list[dict[str, Any]]:
     return prompts
 
 
-def compare(model: Any, batches: list[tuple[dict[str, Any], list[Any]]]) -> list[dict[str, Any]]:
+def error_on_buffers(manager: Any, mm_kwargs: dict[str, Any]) -> float:
+    """Worst relative error of the graphs against an eager run over the very buffers they read.
+
+    Shapes are the same there, so it tells faults of capture from the rounding of other shapes.
+    """
+    import torch
+
+    before = dict(manager.statistics.replays)
+    type(manager).execute(manager, mm_kwargs)
+    worst = 0.0
+    for budget, graph in manager.captured.items():
+        if manager.statistics.replays[budget] == before.get(budget, 0):
+            continue
+        used = int(graph.buffers["cu_seqlens"][-1]) // manager.model.vit_declared.merge_unit
+        with torch.inference_mode():
+            eager = manager.model.encoder_cudagraph_forward(dict(graph.buffers))
+        worst = max(worst, relative(graph.output[:used], eager[:used]))
+    return worst
+
+
+def compare(manager: Any, batches: list[tuple[dict[str, Any], list[Any]]]) -> list[dict[str, Any]]:
     """Relative error of each item, and of a wrong item as a control."""
     import torch
 
-    rows = []
+    rows, model = [], manager.model
     for mm_kwargs, outputs in batches:
         with torch.inference_mode():
             eager = model.embed_multimodal(**mm_kwargs)
@@ -168,6 +188,7 @@ def compare(model: Any, batches: list[tuple[dict[str, Any], list[Any]]]) -> list
                 "tokens": [len(out) for out in outputs],
                 "worst": max(errors),
                 "itself": max(itself),
+                "on_buffers": error_on_buffers(manager, mm_kwargs),
                 "control": control,
                 "finite": finite,
             }
@@ -190,7 +211,7 @@ def relative(actual: Any, expected: Any) -> float:
     return float(difference / expected.float().norm())
 
 
-def main() -> int:
+def command_line() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runner", choices=["v1", "v2"], default="v2")
     parser.add_argument("--attention", default=None, help="--mm-encoder-attn-backend of vLLM")
@@ -200,7 +221,34 @@ def main() -> int:
         help="engine in a process of its own; only its log is shown, embeddings are out of reach",
     )
     parser.add_argument("--json", type=Path, default=None, help="write the figures here")
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def engine(folder: Path, attention: str | None) -> Any:
+    """vLLM's offline engine with encoder graphs on."""
+    from vllm import LLM
+
+    return LLM(
+        model=str(make_folder(folder)),
+        load_format="dummy",
+        dtype="bfloat16",
+        max_model_len=32768,
+        max_num_batched_tokens=16384,
+        max_num_seqs=8,
+        gpu_memory_utilization=0.5,
+        limit_mm_per_prompt={"image": 20, "video": 1},
+        mm_processor_cache_gb=0,
+        mm_encoder_attn_backend=attention,
+        compilation_config={
+            "mode": 0,
+            "cudagraph_mode": "FULL_DECODE_ONLY",
+            "cudagraph_mm_encoder": True,
+        },
+    )
+
+
+def main() -> int:
+    options = command_line()
     os.environ |= {
         "VLLM_USE_V2_MODEL_RUNNER": "1" if options.runner == "v2" else "0",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if options.processes else "0",
@@ -211,28 +259,13 @@ def main() -> int:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    from vllm import LLM, SamplingParams
+    from vllm import SamplingParams
 
-    logging.getLogger("vllm").addHandler(handler)
+    # Not on "vllm" itself: vLLM configures that one anew when it makes a configuration.
+    logging.getLogger("vllm.vit_cudagraph").addHandler(handler)
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as scratch:
-        llm = LLM(
-            model=str(make_folder(Path(scratch))),
-            load_format="dummy",
-            dtype="bfloat16",
-            max_model_len=32768,
-            max_num_batched_tokens=16384,
-            max_num_seqs=8,
-            gpu_memory_utilization=0.5,
-            limit_mm_per_prompt={"image": 20, "video": 1},
-            mm_processor_cache_gb=0,
-            mm_encoder_attn_backend=options.attention,
-            compilation_config={
-                "mode": 0,
-                "cudagraph_mode": "FULL_DECODE_ONLY",
-                "cudagraph_mm_encoder": True,
-            },
-        )
+        llm = engine(Path(scratch), options.attention)
         started = time.perf_counter() - start
         prompts = requests()
         sampling = SamplingParams(temperature=0.0, max_tokens=2)
@@ -244,11 +277,20 @@ def main() -> int:
         batches = record_batches(manager)
         for prompt in prompts:
             llm.generate([prompt], sampling, use_tqdm=False)
-    rows = compare(manager.model, batches)
+    hits, stats = manager.graph_hits, manager.get_cumulative_stats()
+    rows = compare(manager, batches)
     report(options, manager, rows, lines, started)
-    ok = all(row["worst"] <= TOLERANCE and row["finite"] for row in rows)
-    control = all(row["control"] is None or row["control"] > TOLERANCE for row in rows)
-    return 0 if ok and control and manager.graph_hits and len(rows) >= len(prompts) else 1
+    if options.json is not None:
+        figures = {"runner": options.runner, "rows": rows, "stats": stats, "log": lines}
+        options.json.write_text(json.dumps(figures, indent=1))
+    ok = all(
+        row["worst"] <= TOLERANCE
+        and row["on_buffers"] <= TOLERANCE / 10
+        and row["finite"]
+        and (row["control"] is None or row["control"] > TOLERANCE)
+        for row in rows
+    )
+    return 0 if ok and hits and not stats["eager_items"] and len(rows) >= len(prompts) else 1
 
 
 def report(
@@ -263,23 +305,18 @@ def report(
     print(f"\n{torch.cuda.get_device_name()}, runner {options.runner}, {type(manager).__name__}")
     print(f"tower attention {manager.model.visual.attn_backend.name}, engine up in {started:.0f} s")
     for line in lines:
-        if line.startswith(("Captured", "Encoder")):
-            print("log:", line)
+        print("log:", line)
     print(
         f"{'items':>6} {'tokens':>7} {'worst relative error':>21} {'eager itself':>13} "
-        f"{'control':>8} finite"
+        f"{'same buffers':>13} {'control':>8} finite"
     )
     for row in rows:
         control = "-" if row["control"] is None else f"{row['control']:.3f}"
         tokens = row["tokens"]
         print(
             f"{len(tokens):>6} {sum(tokens):>7} {row['worst']:>21.2e} {row['itself']:>13.2e} "
-            f"{control:>8} {row['finite']}"
+            f"{row['on_buffers']:>13.2e} {control:>8} {row['finite']}"
         )
-    if options.json is not None:
-        figures = {"runner": options.runner, "rows": rows, "stats": manager.get_cumulative_stats()}
-        figures["log"] = [line for line in lines if line.startswith(("Captured", "Encoder"))]
-        options.json.write_text(json.dumps(figures, indent=1))
 
 
 if __name__ == "__main__":

@@ -217,8 +217,8 @@ def test_bad_input_is_refused_and_the_server_lives_on(pair: Pair) -> None:
 
 
 @one_family
-def test_planted_fault_and_limits_of_zero(pair: Pair, tmp_path: Path) -> None:
-    """Three more servers, side by side for the sake of time."""
+def test_planted_fault_limits_of_zero_and_not_asked_for(pair: Pair, tmp_path: Path) -> None:
+    """Four more servers, side by side for the sake of time."""
     python_path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     planted_settings = twin() | {
         "worker_cls": "planted_worker.StaleOffsetsWorker",
@@ -227,10 +227,20 @@ def test_planted_fault_and_limits_of_zero(pair: Pair, tmp_path: Path) -> None:
     planted = Server(pair.checkpoint, log_path=tmp_path / "planted.log", **planted_settings)
     no_images = Server(pair.checkpoint, limits={"image": 0, "video": 1}, **twin())
     no_videos = Server(pair.checkpoint, limits={"image": 2, "video": 0}, **twin())
-    with running(planted, no_images, no_videos):
+    not_asked = Server(pair.checkpoint)  # the plugin is there, the flag is off
+    with running(planted, no_images, no_videos, not_asked):
         check_stale_offsets_are_noticed(pair, planted)
         check_limit_of_zero(pair, no_images, refused="rocket", served="video")
         check_limit_of_zero(pair, no_videos, refused="video", served="rocket")
+        check_not_asked_for(pair, not_asked)
+
+
+def check_not_asked_for(pair: Pair, server: Server) -> None:
+    """Installed and not asked for: stock answers to the last bit, and not a line in the log."""
+    for name in ("rocket", "three photographs", "video"):
+        answer, expected = server.chat(CASES[name].content), pair.eager_answer(name)
+        assert answer.token_ids == expected.token_ids and answer.distance(expected) == 0.0
+    assert "vit_cudagraph" not in server.log() and "Encoder CUDA graphs" not in server.log()
 
 
 def check_stale_offsets_are_noticed(pair: Pair, planted: Server) -> None:

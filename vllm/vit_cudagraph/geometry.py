@@ -319,6 +319,13 @@ class ViTGeometry:
         """
         return np.argsort(self._window_keys(grid), kind="stable")
 
+    @staticmethod
+    def inverse_order(order: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The permutation that undoes ``order``; shape ``[T]``."""
+        inverse = np.empty_like(order)
+        inverse[order] = np.arange(len(order))
+        return inverse
+
     def _window_keys(self, grid: Grid) -> npt.NDArray[np.int64]:
         """Number of the window that each merged token (row by row, frame by frame) lies in.
 

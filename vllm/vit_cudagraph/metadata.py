@@ -204,9 +204,7 @@ class MetadataBuilder:
             parts.append(order + first)
             first += len(order)
         order = np.concatenate(parts)
-        inverse = np.empty_like(order)
-        inverse[order] = np.arange(len(order))
-        both = {named["order"]: order, named["inverse"]: inverse}
+        both = {named["order"]: order, named["inverse"]: self.geometry.inverse_order(order)}
         return {name: async_tensor_h2d(torch.from_numpy(a), device) for name, a in both.items()}
 
 
