@@ -187,6 +187,13 @@ def test_grids_of_a_wrong_shape(manager: EncoderGraphManager) -> None:
     assert refused(manager, kwargs) == "input does not fit its grids"
 
 
+@pytest.mark.parametrize("grids", [[[1, 4, None]], "144", 7, [[1, 4, 4], 3], {"t": 1}], ids=str)
+def test_input_that_cannot_be_read(manager: EncoderGraphManager, grids: Any) -> None:
+    kwargs = managers.batch(manager.model, [[1, 4, 4]])
+    kwargs["image_grid_thw"] = grids
+    assert refused(manager, kwargs) in ("input could not be read", "input does not fit its grids")
+
+
 def test_precomputed_embeddings(manager: EncoderGraphManager) -> None:
     embeds = torch.randn(4, manager.model.visual.out_hidden_size)
     kwargs = {"image_embeds": embeds, "image_grid_thw": torch.tensor([[1, 4, 4]])}

@@ -174,6 +174,12 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
         except NotCapturable as refused:
             self._count_eager(refused.reason, _item_count(mm_kwargs), str(refused))
             outputs = None
+        except Exception as error:
+            # Nothing has run, and every rank reads the same input: all of them say None.
+            if poisons_the_process(error):
+                raise
+            self._count_eager("input could not be read", _item_count(mm_kwargs), _brief(error))
+            outputs = None
         else:
             outputs = self._execute_checked(mm_kwargs, inputs)
         self.statistics.log(self._log_interval)
