@@ -399,6 +399,44 @@ def test_under_tensor_parallel_weights_a_failure_is_fatal(manager: EncoderGraphM
     assert isinstance(caught.value.__cause__, ValueError)
 
 
+# -- weights ---------------------------------------------------------------------------------
+
+
+def reload_tower(model: Any, factor: float) -> None:
+    """The tower's patch embedding times a factor, through the model's own ``load_weights``."""
+    weight = model.visual.patch_embed.proj.weight
+    model.load_weights([("visual.patch_embed.proj.weight", weight.detach().clone() * factor)])
+
+
+def test_weights_loaded_in_place_are_seen_by_graphs(manager: EncoderGraphManager) -> None:
+    try:
+        before = managers.run(manager, managers.batch(manager.model, [[1, 8, 8]]))
+        reload_tower(manager.model, 2.0)
+        check(manager, [[1, 8, 8]])
+        after = managers.run(manager, managers.batch(manager.model, [[1, 8, 8]]))
+        assert not torch.allclose(before[0], after[0])
+        assert manager.statistics.replayed == 3 and not manager.statistics.eager
+    finally:
+        reload_tower(manager.model, 0.5)
+
+
+def test_weights_loaded_into_new_memory_end_the_graphs(
+    manager: EncoderGraphManager, vllm_log: list[Any]
+) -> None:
+    parameter = manager.model.visual.patch_embed.proj.weight
+    old = parameter.data
+    try:
+        parameter.data = old.clone()
+        reload_tower(manager.model, 2.0)
+        check(manager, [[1, 8, 8]])
+        assert not manager.captured and not manager.statistics.replays
+        assert (
+            sum("weights were loaded into new memory" in text for text in warnings(vllm_log)) == 1
+        )
+    finally:
+        parameter.data = old
+
+
 # -- rounds of capture -------------------------------------------------------------------------
 
 

@@ -128,6 +128,7 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
             )
         self.captured = dict(sorted(self.captured.items()))
         self.budget_graphs["default"] = self.captured
+        self._weights = (self._weight_loads(), self.model.vit_weight_addresses())
         logger.info(
             "Captured %d encoder CUDA graphs (token budgets %s; at most %d items; %s) in %.1f s, "
             "%.0f MiB",
@@ -169,6 +170,7 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
             return self.execute_stock(mm_kwargs)
         if not self.is_captured():
             return None
+        self._retire_all_if_weights_moved()
         try:
             inputs = self.model.vit_checked_inputs(mm_kwargs)
         except NotCapturable as refused:
@@ -303,6 +305,24 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
             _brief(error),
             exc_info=error,
         )
+
+    def _weight_loads(self) -> int:
+        return getattr(self.model, "vit_weight_loads", 0)
+
+    def _retire_all_if_weights_moved(self) -> None:
+        """Graphs read weights at the addresses of capture. Loading in place is fine; loading into
+        new memory would leave the graphs with the old values, without a sign of it."""
+        loads, addresses = self._weights
+        if loads == self._weight_loads():
+            return
+        now = self.model.vit_weight_addresses()
+        self._weights = (self._weight_loads(), addresses)
+        if now != addresses and self.captured:
+            self.captured.clear()
+            logger.warning(
+                "Encoder CUDA graphs are off: weights were loaded into new memory after capture; "
+                "restart the engine to have graphs again"
+            )
 
     def _count_eager(self, reason: str, items: int, detail: str = "") -> None:
         """Count, and warn once a reason."""

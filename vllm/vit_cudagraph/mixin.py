@@ -157,6 +157,17 @@ class WindowedViTCudaGraphMixin(SupportsEncoderCudaGraph):
             learned_rows=self.vit_learned_rows,
         )
 
+    def load_weights(self, weights: Any) -> Any:
+        """The model's own, counted: a manager then looks whether weights lie where they lay."""
+        self.vit_weight_loads = getattr(self, "vit_weight_loads", 0) + 1
+        return super().load_weights(weights)
+
+    def vit_weight_addresses(self) -> dict[str, int]:
+        """Where the tower's parameters and buffers lie; graphs read them there."""
+        tower = self.vit_tower()
+        tensors = (*tower.named_parameters(), *tower.named_buffers())
+        return {name: tensor.data_ptr() for name, tensor in tensors}
+
     def vit_checked_inputs(self, mm_kwargs: Mapping[str, Any]) -> ViTInputs:
         """:meth:`vit_inputs`, with the pixels held against the grids.
 
