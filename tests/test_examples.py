@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import signal
 import subprocess
@@ -63,6 +64,30 @@ def test_demo_finds_each_fault(demo: ModuleType) -> None:
     assert "no graph ran" in demo.faults(requests, plain, no_graph)[0]
     same = [plain[0], plain[0]], [good[0], good[0]]
     assert demo.faults(requests, *same) == ["one and two got the same log-probabilities"]
+
+
+def test_demo_ends_with_a_verdict(demo: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert demo.verdict(10, []) == "OK: all 10 answers and log-probabilities equal"
+    assert demo.verdict(10, ["a is off", "no graph ran"]) == "FAILED: a is off; no graph ran"
+
+    row = demo.Row(Answer("a", (1,), (-0.5,), 9), Statistics(replayed=1, replays=1))
+    demo.print_table([demo.Request("one", [], True)], [row], [row])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[3] == "one      9          graph (1 replays, 0 padding)  equal    equal"
+    assert all(line == line.rstrip() for line in lines)
+
+
+def test_demo_moves_temporary_files_where_sockets_have_room(
+    demo: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("VLLM_CACHE_ROOT", "kept")
+    monkeypatch.setenv("TMPDIR", "as it was")
+    monkeypatch.setattr(demo, "LONGEST_TMPDIR", len(str(tmp_path)))
+    demo.keep_files_in(tmp_path)
+    assert (os.environ["VLLM_CACHE_ROOT"], os.environ["TMPDIR"]) == ("kept", "as it was")
+    monkeypatch.setattr(demo, "LONGEST_TMPDIR", len(str(tmp_path)) + 4)
+    demo.keep_files_in(tmp_path)
+    assert os.environ["TMPDIR"] == f"{tmp_path}/tmp" and (tmp_path / "tmp").is_dir()
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])

@@ -2,6 +2,7 @@
 """The manager: settings that a user gives, input that does not fit, failures, rounds of capture."""
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -10,6 +11,10 @@ import pytest
 import torch
 
 from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.quantization.utils.quant_utils import (
+    kFp8DynamicTensorSym,
+    kFp8DynamicTokenSym,
+)
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.vit_cudagraph.manager import EncoderGraphManager
 
@@ -202,6 +207,13 @@ def test_precomputed_embeddings(manager: EncoderGraphManager) -> None:
     assert torch.equal(out, embeds)
 
 
+def test_two_modalities_in_one_batch(manager: EncoderGraphManager) -> None:
+    kwargs = managers.batch(manager.model, [[1, 4, 4]])
+    kwargs |= managers.batch(manager.model, [[2, 4, 4]], "video")
+    assert refused(manager, kwargs) == "more than one modality in a batch"
+    assert len(managers.eager(manager.model, kwargs)) == 2
+
+
 def test_float_pixels_where_the_buffer_is_uint8(
     manager: EncoderGraphManager, vllm_log: list[Any]
 ) -> None:
@@ -263,6 +275,21 @@ def test_dynamic_fp8_scales(vllm_log: list[Any]) -> None:
         nothing_captured(manager, "mm_encoder_fp8_scale_path", vllm_log)
 
 
+def test_one_dynamic_scale_for_all_rows(vllm_log: list[Any]) -> None:
+    """Padding rows would enter the scale of real ones. Scales of single tokens are fine."""
+    method = managers.model(FAMILY).visual.blocks[0].mlp.down_proj.quant_method
+    with mock.patch.object(method, "activation_quant_key", kFp8DynamicTokenSym, create=True):
+        assert managers.make_manager(FAMILY, capture=False).refusal is None
+    kernel = mock.Mock(spec=["config"], config=SimpleNamespace(key=kFp8DynamicTensorSym))
+    with mock.patch.object(method, "fp8_linear", kernel, create=True):
+        assert "scales its input" in str(managers.make_manager(FAMILY, capture=False).refusal)
+    del managers.model(FAMILY)._vit_refusal_said
+    vllm_log.clear()
+    with mock.patch.object(method, "activation_quant_key", kFp8DynamicTensorSym, create=True):
+        manager = managers.make_manager(FAMILY, capture=False)
+        nothing_captured(manager, "use per-token or static activation scales", vllm_log)
+
+
 def test_compiled_tower_on_the_twin(vllm_log: list[Any]) -> None:
     base = managers.with_settings(managers.config(FAMILY), compile_mm_encoder=True)
     manager = managers.make_manager(FAMILY, base=base, capture=False)
@@ -320,8 +347,67 @@ def test_an_exception_in_replay_retires_the_graph(
     check(manager, [[1, 8, 8]])  # the next graph takes over
     assert manager.statistics.replays[256] == 1
     assert dict(manager.statistics.eager) == {"its graph was retired": 1}
-    retired = [text for text in warnings(vllm_log) if "is retired" in text]
-    assert len(retired) == 1 and "RuntimeError: broken" in retired[0]
+    (said,) = warnings(vllm_log)
+    assert "is retired" in said and "RuntimeError: broken" in said and "second line" not in said
+
+
+@pytest.mark.parametrize("where", ["before the replay", "in the replay"])
+def test_lack_of_memory_retires_nothing(
+    manager: EncoderGraphManager, vllm_log: list[Any], where: str
+) -> None:
+    full = torch.OutOfMemoryError("none left just now")
+    place = (
+        mock.patch.object(
+            manager.model, "prepare_encoder_cudagraph_replay_buffers", side_effect=full
+        )
+        if where == "before the replay"
+        else mock.patch.object(type(manager.captured[64].graph), "replay", side_effect=full)
+    )
+    with place:
+        check(manager, [[1, 8, 8]])
+        check(manager, [[1, 8, 8]])
+    assert list(manager.captured) == [64, 256] and len(warnings(vllm_log)) == 1
+    check(manager, [[1, 8, 8]])
+    assert manager.statistics.replays[64] == 1
+    assert dict(manager.statistics.eager) == {"an error before the replay": 2}
+
+
+def test_an_error_without_a_text(manager: EncoderGraphManager) -> None:
+    class Odd(RuntimeError):
+        def __str__(self) -> str:
+            raise ValueError("no text")
+
+    with mock.patch.object(type(manager.captured[64].graph), "replay", side_effect=Odd()):
+        check(manager, [[1, 8, 8]])
+    assert list(manager.captured) == [256]
+
+
+WRONG_HOOKS = {
+    "vit_project": lambda rows, grids: rows[:1],
+    "vit_finish": lambda outputs, mm_kwargs: outputs[:1],
+    "vit_forward": lambda pixels, metadata: torch.zeros(3, 64),
+}
+
+
+@pytest.mark.parametrize("hook", WRONG_HOOKS)
+def test_rows_that_do_not_match_are_never_split(manager: EncoderGraphManager, hook: str) -> None:
+    kwargs = managers.batch(manager.model, [[1, 8, 8], [1, 30, 40]])
+    with (
+        mock.patch.object(manager.model, hook, WRONG_HOOKS[hook]),
+        torch.inference_mode(),
+    ):
+        assert manager.execute(kwargs) is None
+    assert "an error outside the graphs" in manager.statistics.eager
+
+
+def test_a_tower_of_other_rows_than_declared_is_not_captured(vllm_log: list[Any]) -> None:
+    """A merge size that is not the tower's: stock raises in `split`, and so may this eagerly."""
+    model = managers.model(FAMILY)
+    forward = model.vit_forward
+    with mock.patch.object(model, "vit_forward", lambda p, m: forward(p, m).repeat(4, 1)):
+        manager = managers.make_manager(FAMILY, budgets=[64])
+    assert not manager.captured
+    assert "the tower gave 256 rows where vit_geometry() asks for 64" in warnings(vllm_log)[0]
 
 
 def test_all_graphs_retired_leaves_upstreams_path(manager: EncoderGraphManager) -> None:

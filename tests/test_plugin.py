@@ -183,6 +183,22 @@ def test_a_changed_upstream_piece_is_named() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "before",
+    [
+        "import sys; sys.modules['vllm.vit_cudagraph.manager'] = None",
+        "import vllm.model_executor.models.utils as u; del u.StageMissingLayer",
+        "from vllm.vit_cudagraph import contract; contract.broken_pieces = lambda: 1 / 0",
+    ],
+    ids=["our own import fails", "a name is gone", "the check itself fails"],
+)
+def test_register_never_raises_and_changes_all_or_nothing(before: str) -> None:
+    """vLLM does not guard the call: an error here would end the server, asked for or not."""
+    state, log = in_a_process(STATE.format(before=before))
+    assert state == STOCK
+    assert sum("vllm-vit-cudagraph does nothing" in line for line in log.splitlines()) == 1
+
+
 def test_contract_holds_here_and_each_kind_of_break_is_seen() -> None:
     assert contract.broken_pieces() == []
     assert contract.unsupported_version(vllm.__version__) is None

@@ -8,6 +8,8 @@ import io
 import math
 import sys
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -57,8 +59,60 @@ def test_experts_are_stored_as_published_checkpoints_store_them(tmp_path: Path) 
 
 
 def test_unknown_family_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="set it to one of qwen2_vl, qwen2_5_vl"):
+    with pytest.raises(ValueError, match="set it to one of qwen2_vl, qwen2_5_vl") as refusal:
         checkpoints.make_checkpoint("qwen9_vl", tmp_path)
+    assert "add it to FAMILIES in vllm/vit_cudagraph/testing/checkpoints.py" in str(refusal.value)
+
+
+def test_command_line_writes_a_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoints.main(["qwen2_vl", str(tmp_path / "tiny")])
+    assert capsys.readouterr().out == f"{tmp_path / 'tiny'}\n"
+    same = checkpoints.make_checkpoint("qwen2_vl", tmp_path / "same")
+    for name in ("model.safetensors", "config.json", "tokenizer.json"):
+        assert (tmp_path / "tiny" / name).read_bytes() == (same / name).read_bytes()
+
+    with pytest.raises(SystemExit, match="2"):
+        checkpoints.main(["qwen9_vl", str(tmp_path)])
+    assert "choose from" in capsys.readouterr().err
+
+
+class Runner:
+    """What the twin's worker uses of vLLM's model runner."""
+
+    def __init__(self, model: Any, manager: mock.Mock | None) -> None:
+        self.get_model = lambda: model
+        self.encoder_cudagraph_manager: mock.Mock | None = None
+        self._manager = manager
+
+    def _maybe_init_encoder_cudagraph_manager(self) -> None:
+        self.encoder_cudagraph_manager = self._manager
+
+
+def test_twin_captures_only_models_on_the_mixin(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.vit_cudagraph.mixin import WindowedViTCudaGraphMixin
+    from vllm.vit_cudagraph.testing import cpu_worker
+
+    warnings: list[str] = []
+    monkeypatch.setattr(cpu_worker.logger, "warning", warnings.append)
+    served = mock.Mock(spec=WindowedViTCudaGraphMixin)
+
+    manager = mock.Mock()
+    runner = Runner(served, manager)
+    cpu_worker.capture_encoder_graphs(runner)
+    manager.capture.assert_called_once()
+    assert runner.encoder_cudagraph_manager is manager
+
+    cpu_worker.capture_encoder_graphs(Runner(torch.nn.Module(), None))  # without the flag
+    assert warnings == []
+
+    manager = mock.Mock()
+    runner = Runner(torch.nn.Module(), manager)
+    cpu_worker.capture_encoder_graphs(runner)
+    manager.capture.assert_not_called()
+    assert runner.encoder_cudagraph_manager is None, "the runner goes eagerly without one"
+    assert warnings == [cpu_worker.NOT_SERVED]
 
 
 def test_chat_template_keeps_the_order_of_the_parts(tmp_path: Path) -> None:

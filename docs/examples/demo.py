@@ -40,6 +40,9 @@ from vllm.vit_cudagraph.testing.serving import (
 TOKEN_BUDGETS = [64, 128, 256, 512]
 MAX_TOKENS = 8
 TOLERANCE = 1e-4  # of a log-probability: equal to 4 decimals
+# vLLM names sockets by a UUID in the temporary folder, and a socket's path has at most about 100
+# characters.
+LONGEST_TMPDIR = 60
 
 _START = time.monotonic()
 
@@ -112,7 +115,7 @@ def serve_and_ask(
     name: str, checkpoint: Path, settings: dict[str, Any], requests: Sequence[Request]
 ) -> list[Row]:
     """Answers of a server that lives for the length of this call."""
-    say(f"starting `vllm serve`: {name} (about 40 s)")
+    say(f"starting `vllm serve`: {name}")
     with Server(checkpoint, **settings) as server:
         say(f"up; sending {len(requests)} requests")
         rows = ask(server, requests)
@@ -153,7 +156,8 @@ def print_table(requests: Sequence[Request], eager: Sequence[Row], graphs: Seque
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     print()
     for index, line in enumerate(lines):
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)))
+        cells = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
+        print("  ".join(cells).rstrip())
         if index == 0:
             print("  ".join("-" * width for width in widths))
     print()
@@ -178,10 +182,27 @@ def faults(requests: Sequence[Request], eager: Sequence[Row], graphs: Sequence[R
     return found
 
 
+def keep_files_in(folder: Path) -> None:
+    """Have the servers write into `folder` what they would leave behind elsewhere."""
+    os.environ.setdefault("VLLM_CACHE_ROOT", str(folder / "vllm"))
+    temporary = folder / "tmp"
+    if len(str(temporary)) <= LONGEST_TMPDIR:
+        temporary.mkdir()
+        os.environ["TMPDIR"] = str(temporary)
+
+
+def verdict(num_requests: int, found: Sequence[str]) -> str:
+    """The last line: whether the demonstration holds."""
+    if found:
+        return f"FAILED: {'; '.join(found)}"
+    return f"OK: all {num_requests} answers and log-probabilities equal"
+
+
 def main() -> int:
     """Run the demonstration; 0 if it holds."""
-    with tempfile.TemporaryDirectory(prefix="vit-cudagraph-demo-") as folder:
-        os.environ.setdefault("VLLM_CACHE_ROOT", str(Path(folder) / "vllm"))
+    # A server's last processes may still be ending, and writing, when the folder goes.
+    with tempfile.TemporaryDirectory(prefix="vit-demo-", ignore_cleanup_errors=True) as folder:
+        keep_files_in(Path(folder))
         say("making a tiny random Qwen2.5-VL and the requests")
         checkpoint = make_checkpoint("qwen2_5_vl", Path(folder) / "model")
         requests = make_requests()
@@ -193,11 +214,10 @@ def main() -> int:
         graphs = serve_and_ask("encoder graphs on the CPU twin", checkpoint, twin, requests)
     print_table(requests, eager, graphs)
     found = faults(requests, eager, graphs)
-    for fault in found:
-        print(f"FAULT: {fault}")
     replayed = sum(row.statistics.replayed for row in graphs)
     in_eager = sum(row.statistics.eager for row in graphs)
     print(f"{replayed} items through graphs, {in_eager} eager (token budgets: {TOKEN_BUDGETS})")
+    print(verdict(len(requests), found))
     return 1 if found else 0
 
 
@@ -213,4 +233,4 @@ if __name__ == "__main__":
         print("\ninterrupted; the server has been stopped")
         sys.exit(130)
     except ServerError as error:
-        sys.exit(f"demo: {error}")
+        sys.exit(f"FAILED: {error}")

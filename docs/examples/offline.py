@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Offline inference with encoder graphs: `LLM.generate` with images and a video.
 
-    python docs/examples/offline.py                       # a tiny random model
+    .venv/bin/python docs/examples/offline.py       # a tiny random model, after `make env`
     python docs/examples/offline.py --model Qwen/Qwen2.5-VL-7B-Instruct    # on a GPU
 
 On a GPU vLLM's flag `cudagraph_mm_encoder` is all that is needed. On a CPU the worker class brings
-in the twin, which keeps the rules of CUDA graphs but is no faster than eager.
+in the twin, which keeps the rules of CUDA graphs but is no faster than eager. A last warning that
+the engine core exited unexpectedly is vLLM's own: the process ends, and its engine with it.
 """
 
 from __future__ import annotations
@@ -73,12 +74,13 @@ def prompt(tokenizer: Any, question: str, **media: list[Any]) -> dict[str, Any]:
     return {"prompt": text, "multi_modal_data": media}
 
 
-def run(model: str, max_model_len: int, max_tokens: int) -> None:
-    """Generate and print."""
+def run(model: str, max_model_len: int, max_tokens: int, dtype: str = "auto") -> None:
+    """Generate and print. `dtype` is vLLM's setting."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(
         model=model,
+        dtype=dtype,
         max_model_len=max_model_len,
         limit_mm_per_prompt={"image": 2, "video": 1},
         **engine_settings(),
@@ -105,7 +107,8 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory(prefix="vit-cudagraph-offline-") as folder:
         checkpoint = make_checkpoint("qwen2_5_vl", folder)
-        run(str(checkpoint), options.max_model_len, options.max_tokens)
+        # The dtype of its weights: vLLM warns when it casts them.
+        run(str(checkpoint), options.max_model_len, options.max_tokens, dtype="float32")
 
 
 if __name__ == "__main__":  # vLLM starts its engine in a new process, which imports this file

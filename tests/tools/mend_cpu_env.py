@@ -139,7 +139,9 @@ def mend_companion(name: str) -> str | None:
         capture_output=True,
         text=True,
     )
-    return f"uninstalled {name}, which cannot load: {error}"
+    return (
+        f"uninstalled {name}, which cannot load (harmless: this project does not use it): {error}"
+    )
 
 
 def main() -> int:

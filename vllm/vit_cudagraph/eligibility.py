@@ -41,7 +41,35 @@ def model_refusal(model: Any, tower: Any) -> str | None:
             "FP8 attention with dynamic scales keeps a history on the host; "
             "set mm_encoder_fp8_scale_path to a file of static scales"
         )
+    if any(_scales_over_all_rows(module) for module in tower.modules()):
+        return (
+            "a linear layer of the tower scales its input by the largest value of all rows, "
+            "padding included; use per-token or static activation scales, or no quantisation there"
+        )
     return _geometry_refusal(model, backend)
+
+
+def _scales_over_all_rows(module: Any) -> bool:
+    """Whether a linear layer quantises its input with one dynamic scale for the whole tensor.
+
+    vLLM describes that by a ``QuantKey`` (or a quantiser) whose scale is not static and whose group
+    is the tensor. Methods keep it under several names and up to two objects deep.
+    """
+    method = getattr(module, "quant_method", None)
+    kernel = getattr(method, "fp8_linear", None)
+    scheme = getattr(module, "scheme", None)
+    holders = (method, scheme, kernel, getattr(scheme, "fp8_linear", None))
+    configs = (getattr(holder, "config", None) for holder in holders)
+    values = (v for h in (*holders, *configs) if hasattr(h, "__dict__") for v in vars(h).values())
+    return any(_is_dynamic_per_tensor(value) for value in values)
+
+
+def _is_dynamic_per_tensor(value: Any) -> bool:
+    scale = getattr(value, "scale", value)
+    group = getattr(scale, "group_shape", None)
+    return getattr(scale, "static", None) is False and bool(
+        group is not None and group.is_per_tensor()
+    )
 
 
 def _geometry_refusal(model: Any, backend: AttentionBackendEnum) -> str | None:

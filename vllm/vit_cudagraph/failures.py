@@ -32,6 +32,14 @@ class RankFailure(RuntimeError):
     """One rank failed where the others may wait for it: only the end of the engine is safe."""
 
 
+def text_of(error: BaseException) -> str:
+    """The error's text; its class alone where even that cannot be had."""
+    try:
+        return str(error)
+    except Exception:
+        return f"(no text) {type(error).__name__}"
+
+
 def poisons_the_process(error: BaseException) -> bool:
     """Whether the CUDA context is lost: such an error is passed on unchanged, so that vLLM's own
     restart sees it. Running out of memory is not one of them."""
@@ -42,4 +50,6 @@ def poisons_the_process(error: BaseException) -> bool:
         code = getattr(error, "error_code", None)
         if code is not None:
             return code in POISONING_CODES
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _POISONING_TEXTS)
+    return isinstance(error, RuntimeError) and any(
+        text in text_of(error) for text in _POISONING_TEXTS
+    )

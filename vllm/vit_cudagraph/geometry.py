@@ -419,6 +419,13 @@ class ViTGeometry:
             "longest": 0,
         }[kind]
 
+    def tower_rows_capacity(self, capacity: Capacity) -> int | None:
+        """Rows of the tower's output over a full buffer; None where frames are merged inside the
+        tower, since they then depend on how the rows fall into items."""
+        if self.output_rows == "patches":
+            return capacity.patches
+        return capacity.patches // self.merge_unit if self.temporal_merge == "none" else None
+
     def longest_bound(self, name: str, capacity: Capacity) -> int:
         """Longest sequence in patches, over all steps within ``capacity``, of the offsets that
         ``name`` covers.

@@ -26,9 +26,9 @@ from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.logger import init_logger
 from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
 from vllm.vit_cudagraph import budgets
-from vllm.vit_cudagraph.captured import CapturedBudget
+from vllm.vit_cudagraph.captured import BufferMoved, CapturedBudget
 from vllm.vit_cudagraph.eligibility import config_refusal, model_refusal
-from vllm.vit_cudagraph.failures import RankFailure, poisons_the_process
+from vllm.vit_cudagraph.failures import RankFailure, poisons_the_process, text_of
 from vllm.vit_cudagraph.geometry import Capacity, NotCapturable
 from vllm.vit_cudagraph.graphs import backend_for
 from vllm.vit_cudagraph.mixin import ViTInputs, WindowedViTCudaGraphMixin
@@ -148,6 +148,11 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
         graph, output = self.backend.capture(
             lambda: self.model.encoder_cudagraph_forward(dict(buffers)), self.graph_pool
         )
+        expected = self.model.vit_declared.tower_rows_capacity(capacity)
+        if expected not in (None, len(output)):
+            raise ValueError(
+                f"the tower gave {len(output)} rows where vit_geometry() asks for {expected}"
+            )
         return CapturedBudget(capacity, graph, buffers, output)
 
     def _free_memory(self) -> int:
@@ -194,7 +199,7 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
             return []
         try:
             outputs = self._execute_ranks(mm_kwargs, inputs)
-            return self.model.vit_finish(outputs, mm_kwargs)
+            return _checked(self.model.vit_finish(outputs, mm_kwargs), len(inputs.grids))
         except Exception as error:
             self._survive(error, "running the vision tower", alone=False)
             self._count_eager("an error outside the graphs", len(inputs.grids), _brief(error))
@@ -261,15 +266,19 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
                 mm_kwargs, self.max_batch_size, self.max_frames_per_batch
             ).values
             captured.check(values)
-            captured.load(values, self.config.padding_logics)
-            captured.graph.replay()
         except NotCapturable as refused:
             self._count_eager(refused.reason, len(step.items), str(refused))
             return None
         except Exception as error:
-            self._survive(error, f"replaying token budget {captured.capacity.budget}")
-            self._retire(captured.capacity.budget, error)
-            self._count_eager("its graph was retired", len(step.items))
+            self._give_up(captured, error, len(step.items), retire=isinstance(error, BufferMoved))
+            return None
+        try:
+            captured.load(values, self.config.padding_logics)
+            captured.graph.replay()
+        except Exception as error:
+            # Lack of memory passes; an eager run needs more of it than a replay.
+            retire = not isinstance(error, torch.OutOfMemoryError)
+            self._give_up(captured, error, len(step.items), retire)
             return None
         tokens = self._tokens(self.model.vit_inputs(mm_kwargs))
         self.statistics.count_replay(captured.capacity.budget, len(step.items), tokens)
@@ -296,8 +305,17 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
                 "set cudagraph_mm_encoder=false to run the tower eagerly"
             ) from error
 
-    def _retire(self, budget: int, error: Exception) -> None:
+    def _give_up(
+        self, captured: CapturedBudget, error: Exception, items: int, retire: bool
+    ) -> None:
+        """Leave a step to an eager run, and its graph out of all later plans if it is broken."""
+        budget = captured.capacity.budget
+        self._survive(error, f"replaying token budget {budget}")
+        if not retire:
+            self._count_eager("an error before the replay", items, _brief(error))
+            return
         del self.captured[budget]
+        self._count_eager("its graph was retired", items, warn=False)
         logger.warning(
             "Encoder CUDA graph of %d tokens is retired after an error; its batches run "
             "eagerly or in other graphs: %s",
@@ -324,10 +342,10 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
                 "restart the engine to have graphs again"
             )
 
-    def _count_eager(self, reason: str, items: int, detail: str = "") -> None:
+    def _count_eager(self, reason: str, items: int, detail: str = "", warn: bool = True) -> None:
         """Count, and warn once a reason."""
         self.graph_misses += items
-        if self.statistics.count_eager(reason, items):
+        if self.statistics.count_eager(reason, items) and warn:
             logger.warning("Encoder batch runs eagerly: %s (said once)", detail or reason)
 
     def get_cumulative_stats(self) -> dict[str, Any]:
@@ -342,13 +360,24 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
         return stats
 
 
+def _checked(outputs: Any, items: int) -> list[torch.Tensor]:
+    """What ``vit_finish`` gave, if it is one tensor an item."""
+    outputs = list(outputs)
+    if len(outputs) != items or not all(isinstance(out, torch.Tensor) for out in outputs):
+        raise TypeError(f"vit_finish() must give one tensor for each of {items} items")
+    return outputs
+
+
 def _item_count(mm_kwargs: dict[str, Any]) -> int:
     """Items of a batch that could not be read: as many as it has grids, at least one."""
     grids = (value for name, value in mm_kwargs.items() if "grid" in name)
-    return max((len(grid) for grid in grids if hasattr(grid, "__len__")), default=1) or 1
+    try:
+        return max((len(grid) for grid in grids), default=1) or 1
+    except TypeError:
+        return 1
 
 
 def _brief(error: BaseException) -> str:
     """One line of an error: its class and the first line of its text."""
-    lines: Sequence[str] = str(error).splitlines() or [""]
+    lines: Sequence[str] = text_of(error).splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"

@@ -24,6 +24,7 @@ from vllm.model_executor.models.utils import scatter_output_slices
 from vllm.v1.worker.encoder_cudagraph_defs import (
     EncoderCudaGraphCaptureInputs,
     EncoderCudaGraphConfig,
+    EncoderCudaGraphPaddingLogic,
     EncoderCudaGraphReplayBuffers,
     EncoderItemSpec,
 )
@@ -83,11 +84,14 @@ class WindowedViTCudaGraphMixin(SupportsEncoderCudaGraph):
         Raises:
             NotCapturable: No pixels (precomputed embeddings), or no grids.
         """
-        for modality in self.vit_declared.modalities:
+        named = [
+            m for m in self.vit_declared.modalities if mm_kwargs.get(f"{m}_grid_thw") is not None
+        ]
+        if len(named) > 1:
+            raise NotCapturable("more than one modality in a batch", ", ".join(named))
+        for modality in named:
             suffix = "" if modality == "image" else f"_{modality}s"
             keys = (f"pixel_values{suffix}", f"{modality}_grid_thw")
-            if mm_kwargs.get(keys[1]) is None:
-                continue
             if mm_kwargs.get(keys[0]) is None:
                 raise NotCapturable("precomputed embeddings", f"no {keys[0]}")
             return ViTInputs(modality, mm_kwargs[keys[0]], _host_grids(mm_kwargs[keys[1]]), keys)
@@ -187,6 +191,13 @@ class WindowedViTCudaGraphMixin(SupportsEncoderCudaGraph):
             )
         return inputs
 
+    def _vit_paddings(self) -> dict[str, EncoderCudaGraphPaddingLogic]:
+        """How each buffer is filled. Unused pixel rows are 0, so that nothing of one batch lies
+        beside another."""
+        rows = self.vit_declared.rows.items()
+        tails = {name: pad_of(self._vit_builder, row) for name, row in rows} | {PIXELS: "zero"}
+        return {name: partial(fill, pad=pad) for name, pad in tails.items()}
+
     def vit_buffers(
         self, capacity: Capacity, device: torch.device, dtype: torch.dtype
     ) -> dict[str, torch.Tensor]:
@@ -213,10 +224,7 @@ class WindowedViTCudaGraphMixin(SupportsEncoderCudaGraph):
             modalities=[m for m in (() if refused else self.vit_declared.modalities) if limit(m)],
             buffer_keys=[PIXELS, *rows],
             out_hidden_size=0 if refused else self.vit_tower().out_hidden_size,
-            padding_logics={
-                name: partial(fill, pad=pad_of(self._vit_builder, row))
-                for name, row in rows.items()
-            },
+            padding_logics={} if refused else self._vit_paddings(),
             max_frames_per_video=self.get_max_frames_per_video(),
         )
 
@@ -304,9 +312,24 @@ class WindowedViTCudaGraphMixin(SupportsEncoderCudaGraph):
         and items are views of the copy, so that no later replay overwrites what was handed out."""
         assert batch_mm_kwargs is not None
         grids = self.vit_inputs(batch_mm_kwargs).grids
-        rows = outputs["default"][: self.vit_declared.tower_rows(grids)]
-        rows = self.vit_project(rows.clone() if clone else rows, grids)
+        expected = self.vit_declared.tower_rows(grids)
+        rows = outputs["default"]
+        # A replay has rows of padding after them; an eager run has none.
+        self._check_rows(
+            "the tower", len(rows) if not clone else min(len(rows), expected), expected
+        )
+        rows = self.vit_project(rows[:expected].clone() if clone else rows, grids)
+        tokens = sum(per_item_out_tokens[index] for index in indices)
+        self._check_rows("vit_project", len(rows), tokens)
         scatter_output_slices(rows, indices, per_item_out_tokens, dest)
+
+    def _check_rows(self, maker: str, rows: int, expected: int) -> None:
+        """A wrong geometry must not split rows among items in a plausible way."""
+        if rows != expected:
+            raise RuntimeError(
+                f"{maker} of {type(self).__name__} gave {rows} rows where vit_geometry() and the "
+                f"grids ask for {expected}"
+            )
 
 
 def _host_grids(grids: Any) -> list[Grid]:

@@ -29,21 +29,33 @@ WARNED = "VIT_CUDAGRAPH_WARNED"
 def register() -> None:
     """Put this package's models and manager in place of upstream's. Safe to call again.
 
-    On an unsupported version or a broken contract nothing is changed, and the first process says
-    so in one warning.
+    On an unsupported version, a broken contract or any error nothing is changed, and the first
+    process says so in one warning: vLLM does not guard this call, so it must not raise.
     """
-    problem = contract.unsupported_version(vllm.__version__)
-    if problem is None:
-        broken = contract.broken_pieces()
-        problem = "; ".join(broken) if broken else None
+    try:
+        problem = contract.unsupported_version(vllm.__version__)
+        if problem is None:
+            problem = "; ".join(contract.broken_pieces()) or None
+        if problem is None:
+            _put_in_place()
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
     if problem is not None:
         _warn_once(problem)
-        return
-    # Imported only now: on an unsupported version these imports may not even succeed.
+
+
+def _put_in_place() -> None:
+    # Imported only now: on an unsupported version these may not even import. And all of them
+    # before the first change, so that a failure leaves nothing half done.
+    from vllm.v1.worker import encoder_cudagraph
+    from vllm.vit_cudagraph.manager import EncoderGraphManager
     from vllm.vit_cudagraph.registration import register_models
 
     register_models()
-    _swap_manager()
+    encoder_cudagraph.EncoderCudaGraphManager = EncoderGraphManager
+    bound = sys.modules.get("vllm.v1.worker.gpu.model_states.interface")
+    if bound is not None:
+        bound.EncoderCudaGraphManager = EncoderGraphManager  # type: ignore[attr-defined]
 
 
 def _warn_once(problem: str) -> None:
@@ -55,13 +67,3 @@ def _warn_once(problem: str) -> None:
             problem,
             contract.SUPPORTED,
         )
-
-
-def _swap_manager() -> None:
-    from vllm.v1.worker import encoder_cudagraph
-    from vllm.vit_cudagraph.manager import EncoderGraphManager
-
-    encoder_cudagraph.EncoderCudaGraphManager = EncoderGraphManager
-    bound = sys.modules.get("vllm.v1.worker.gpu.model_states.interface")
-    if bound is not None:
-        bound.EncoderCudaGraphManager = EncoderGraphManager  # type: ignore[attr-defined]

@@ -5,13 +5,16 @@ A checkpoint is everything a folder from a model hub holds: a configuration, saf
 byte-level BPE tokenizer with the vision special tokens, a chat template, and the stock image and
 video processors. Only the sizes are small, so the towers do what the large ones do (windows and
 full attention, deepstack, learned positions) in a few milliseconds on a CPU.
+
+    python -m vllm.vit_cudagraph.testing.checkpoints qwen2_5_vl /tmp/tiny
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +82,10 @@ def make_checkpoint(family: str, path: str | Path, *, seed: int = 0) -> Path:
     not in `FAMILIES`. Takes about a second once transformers is imported.
     """
     if family not in FAMILIES:
-        raise ValueError(f"family={family!r} is unknown; set it to one of {', '.join(FAMILIES)}")
+        raise ValueError(
+            f"family={family!r} is unknown; set it to one of {', '.join(FAMILIES)} "
+            "(or add it to FAMILIES in vllm/vit_cudagraph/testing/checkpoints.py)"
+        )
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
     tokenizer = _tokenizer()
@@ -273,3 +279,17 @@ def _processor(family: str, tokenizer: Any) -> Any:
         video_processor = Qwen2VLVideoProcessor(size=video_pixels, **patch)
         processor_class = Qwen2VLProcessor if family == "qwen2_vl" else Qwen2_5_VLProcessor
     return processor_class(image_processor, tokenizer, video_processor, _CHAT_TEMPLATE)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Command line: write a checkpoint of a family into a folder and name that folder."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("family", choices=FAMILIES)
+    parser.add_argument("folder", type=Path, help="made if it is not there")
+    parser.add_argument("--seed", type=int, default=0, help="of the random weights")
+    options = parser.parse_args(arguments)
+    print(make_checkpoint(options.family, options.folder, seed=options.seed))
+
+
+if __name__ == "__main__":
+    main()
