@@ -123,7 +123,7 @@ def requests() -> list[dict[str, Any]]:
     embeddings of those it has seen, and would not encode them again."""
     from PIL import ImageOps
 
-    from vllm.vit_cudagraph.testing.photos import panning_frames, photo
+    from vllm.vit_cudagraph.testing.photos import panning_frames, photo, video_metadata
 
     image = "<|vision_start|><|image_pad|><|vision_end|>"
     photos = [photo(name, size) for name, size in zip(NAMES, SIZES, strict=True)]
@@ -137,16 +137,9 @@ def requests() -> list[dict[str, Any]]:
             {"prompt": image * len(some) + " Compare.", "multi_modal_data": {"image": some}}
         )
     frames = panning_frames("motorcycle", 12, (336, 252))
-    about = {
-        "fps": 2.0,
-        "duration": 6.0,
-        "total_num_frames": 12,
-        "frames_indices": list(range(12)),
-        "video_backend": "opencv",
-        "do_sample_frames": False,
-    }
     video = image.replace("image", "video")
-    prompts.append({"prompt": f"{video} Tell.", "multi_modal_data": {"video": [(frames, about)]}})
+    clip = (frames, video_metadata(len(frames)))
+    prompts.append({"prompt": f"{video} Tell.", "multi_modal_data": {"video": [clip]}})
     return prompts
 
 

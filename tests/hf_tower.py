@@ -21,15 +21,13 @@ import torch
 import towers
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import VllmConfig
 from vllm.model_executor.model_loader import get_model_loader
-from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.processing import ProcessorInputs, TimingContext
 from vllm.multimodal.utils import group_and_batch_mm_kwargs
-from vllm.utils.torch_utils import set_default_torch_dtype
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.vit_cudagraph.plugin import register
+from vllm.vit_cudagraph.testing.photos import video_metadata
 
 PIXELS = {"image": "pixel_values", "video": "pixel_values_videos"}
 
@@ -58,7 +56,7 @@ class Twins:
         """
         media = list(data)
         if modality == "video":
-            media = [(frames, _video_metadata(len(frames))) for frames in data]
+            media = [(frames, video_metadata(len(frames))) for frames in data]
         processor = MULTIMODAL_REGISTRY.create_processor(self.config.model_config)
         placeholder = f"<|vision_start|><|{modality}_pad|><|vision_end|>"
         prompt = self.processor.tokenizer(placeholder * len(data))["input_ids"]
@@ -98,37 +96,20 @@ def twins(family: str) -> Twins:
         folder, dtype=torch.float32, attn_implementation="sdpa"
     )
     return Twins(
-        model=_load(config),
+        model=_load(family, config),
         config=config,
         tower=whole.model.visual.eval(),
         processor=AutoProcessor.from_pretrained(folder),
     )
 
 
-def _load(config: VllmConfig) -> Any:
-    """vLLM's model with the checkpoint's weights, its tower told FLASH_ATTN as the twin's worker
-    tells it. (``get_model`` cannot be called: it empties an accelerator's cache.)"""
-    model_config = config.model_config
-    with set_current_vllm_config(config), towers.attention_layer(reference=True):
-        towers._one_rank(experts=False)
-        with set_default_torch_dtype(torch.float32):
-            model = initialize_model(vllm_config=config)
-        get_model_loader(config.load_config).load_weights(model, model_config)
-        process_weights_after_loading(model, model_config, managers.CPU)
-    model.visual.attn_backend = AttentionBackendEnum.FLASH_ATTN
-    return model.eval()
-
-
-def _video_metadata(frames: int) -> dict[str, Any]:
-    """As vLLM's video loader gives it, for a video at two frames a second that keeps all frames."""
-    return {
-        "fps": 2.0,
-        "duration": frames / 2.0,
-        "total_num_frames": frames,
-        "frames_indices": list(range(frames)),
-        "video_backend": "opencv",
-        "do_sample_frames": False,
-    }
+def _load(family: str, config: VllmConfig) -> Any:
+    """vLLM's model with the checkpoint's weights, by vLLM's own loader. (``get_model`` cannot be
+    called: it empties an accelerator's cache.)"""
+    loader = get_model_loader(config.load_config)
+    return towers.build_model(
+        family, config=config, fill=lambda model: loader.load_weights(model, config.model_config)
+    )
 
 
 @contextmanager

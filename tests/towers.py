@@ -7,7 +7,7 @@ layers, in a group of one rank (gloo), with weights filled from a seed.
 
 import atexit
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -74,6 +74,7 @@ def build_model(
     flash: bool = True,
     seed: int = 0,
     config: VllmConfig | None = None,
+    fill: Callable[[Any], object] | None = None,
     **engine: Any,
 ) -> Any:
     """The whole model of ``family`` with small random weights, in evaluation mode.
@@ -86,6 +87,7 @@ def build_model(
             twin's worker does. False builds what vLLM itself builds on the CPU.
         seed: of the weights, so that two models with one seed have the same.
         config: a configuration of :func:`make_config` to build from, instead of a new one.
+        fill: gives the model its weights, instead of random ones from the seed.
         engine: as for :func:`make_config`.
     """
     if config is None:
@@ -95,7 +97,10 @@ def build_model(
         _one_rank(experts=config.model_config.is_moe)
         with set_default_torch_dtype(dtype):
             model = initialize_model(vllm_config=config, model_class=model_class)
-        _fill_weights(model, seed)
+        if fill is None:
+            _fill_weights(model, seed)
+        else:
+            fill(model)
         process_weights_after_loading(model, config.model_config, CPU)
     if flash:
         # The CPU platform says TORCH_SDPA, for which maximum lengths would be 0.

@@ -16,9 +16,7 @@ import os
 import tempfile
 from typing import Any
 
-from vllm.vit_cudagraph.testing.photos import panning_frames, photo
-
-FRAMES_PER_SECOND = 2.0
+from vllm.vit_cudagraph.testing.photos import panning_frames, photo, video_metadata
 
 
 def arguments() -> argparse.Namespace:
@@ -48,14 +46,7 @@ def make_prompts(tokenizer: Any) -> list[dict[str, Any]]:
     """One image, two images and a video, each with a question, as `LLM.generate` takes them."""
     frames = panning_frames("rocket", num_frames=8, size=(224, 168))
     # Sampled frames and where they lie in the clip; Qwen3-VL writes their times into the prompt.
-    metadata = {
-        "fps": FRAMES_PER_SECOND,
-        "duration": len(frames) / FRAMES_PER_SECOND,
-        "total_num_frames": len(frames),
-        "frames_indices": list(range(len(frames))),
-        "video_backend": "opencv",
-        "do_sample_frames": False,
-    }
+    metadata = video_metadata(len(frames))
     images = [photo("chelsea"), photo("coffee", (280, 420))]
     return [
         prompt(tokenizer, "What is in the picture?", image=[photo("astronaut")]),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from vllm.vit_cudagraph.geometry import Capacity, NotCapturable
+from vllm.vit_cudagraph.geometry import PIXELS, Capacity, NotCapturable
 from vllm.vit_cudagraph.graphs import CapturedGraph
 
 Padding = Mapping[str, Callable[[torch.Tensor, torch.Tensor], None]]
@@ -58,7 +58,7 @@ class CapturedBudget:
             if value is None:
                 raise NotCapturable("a tensor is missing from the metadata", name)
             if value.dtype != buffer.dtype and buffer.ndim:
-                kind = "pixel" if name == "pixel_values" else name
+                kind = "pixel" if name == PIXELS else name
                 raise NotCapturable(
                     f"{kind} dtype differs from the buffer", f"{value.dtype}, not {buffer.dtype}"
                 )

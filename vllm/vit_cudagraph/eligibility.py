@@ -8,6 +8,7 @@ from typing import Any
 from vllm.distributed import get_pp_group
 from vllm.model_executor.models.utils import StageMissingLayer
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.vit_cudagraph.failures import brief
 
 CAPTURABLE_BACKENDS = frozenset(
     {
@@ -77,7 +78,7 @@ def _geometry_refusal(model: Any, backend: AttentionBackendEnum) -> str | None:
     try:
         rows = model.vit_declared.rows.values()
     except Exception as error:
-        return f"vit_geometry() failed, {type(error).__name__}: {error}"
+        return f"vit_geometry() failed, {brief(error)}"
     if backend == AttentionBackendEnum.FLASHINFER and not any(r.value == "lengths" for r in rows):
         return (
             "attention backend FLASHINFER reads single lengths, which this tower does not take; "

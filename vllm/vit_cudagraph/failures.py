@@ -40,6 +40,12 @@ def text_of(error: BaseException) -> str:
         return f"(no text) {type(error).__name__}"
 
 
+def brief(error: BaseException) -> str:
+    """One line of an error: its class and the first line of its text."""
+    lines = text_of(error).splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"
+
+
 def poisons_the_process(error: BaseException) -> bool:
     """Whether the CUDA context is lost: such an error is passed on unchanged, so that vLLM's own
     restart sees it. Running out of memory is not one of them."""

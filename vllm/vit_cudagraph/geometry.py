@@ -61,6 +61,9 @@ class NotCapturable(ValueError):
 
 MALFORMED = "input does not fit its grids"
 
+PIXELS = "pixel_values"
+"""Name of the pixel buffer, whatever the modality."""
+
 
 @dataclass(frozen=True)
 class Rows:

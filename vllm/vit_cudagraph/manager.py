@@ -16,7 +16,6 @@ to ``clear``, in the pool handed in each time.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +27,7 @@ from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
 from vllm.vit_cudagraph import budgets
 from vllm.vit_cudagraph.captured import BufferMoved, CapturedBudget
 from vllm.vit_cudagraph.eligibility import config_refusal, model_refusal
-from vllm.vit_cudagraph.failures import RankFailure, poisons_the_process, text_of
+from vllm.vit_cudagraph.failures import RankFailure, brief, poisons_the_process
 from vllm.vit_cudagraph.geometry import Capacity, NotCapturable
 from vllm.vit_cudagraph.graphs import backend_for
 from vllm.vit_cudagraph.mixin import ViTInputs, WindowedViTCudaGraphMixin
@@ -121,7 +120,7 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
                 self.captured[budget] = self._capture(budget)
             except Exception as error:
                 self._survive(error, f"capturing token budget {budget}")
-                left_out.setdefault(_brief(error), []).append(budget)
+                left_out.setdefault(brief(error), []).append(budget)
         for error_text, budgets_out in left_out.items():
             logger.warning(
                 "Encoder CUDA graphs of %s tokens are left out: %s", budgets_out, error_text
@@ -185,7 +184,7 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
             # Nothing has run, and every rank reads the same input: all of them say None.
             if poisons_the_process(error):
                 raise
-            self._count_eager("input could not be read", _item_count(mm_kwargs), _brief(error))
+            self._count_eager("input could not be read", _item_count(mm_kwargs), brief(error))
             outputs = None
         else:
             outputs = self._execute_checked(mm_kwargs, inputs)
@@ -202,7 +201,7 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
             return _checked(self.model.vit_finish(outputs, mm_kwargs), len(inputs.grids))
         except Exception as error:
             self._survive(error, "running the vision tower", alone=False)
-            self._count_eager("an error outside the graphs", len(inputs.grids), _brief(error))
+            self._count_eager("an error outside the graphs", len(inputs.grids), brief(error))
             return None
 
     def _execute_ranks(self, mm_kwargs: dict[str, Any], inputs: ViTInputs) -> list[torch.Tensor]:
@@ -220,7 +219,7 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
         tokens = [self.model.vit_declared.output_tokens(grid) for grid in inputs.grids]
         for step in self._plan(inputs):
             step_kwargs = self.model.vit_repack(mm_kwargs, step.items)
-            rows = self._replay(step, step_kwargs)
+            rows = self._replay(step, step_kwargs, sum(tokens[i] for i in step.items))
             replayed = rows is not None
             if rows is None:
                 with torch.inference_mode():
@@ -255,8 +254,13 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
             return capacities
         return [replace(c, sequences=min(c.sequences, frames)) for c in capacities]
 
-    def _replay(self, step: Step, mm_kwargs: dict[str, Any]) -> torch.Tensor | None:
-        """The graph's output rows (overwritten by its next replay), or None for an eager run."""
+    def _replay(self, step: Step, mm_kwargs: dict[str, Any], tokens: int) -> torch.Tensor | None:
+        """The graph's output rows (overwritten by the next replay), or None for an eager run.
+
+        Args:
+            step: Its items have ``tokens`` output tokens together.
+            mm_kwargs: Those items alone.
+        """
         captured = None if step.budget is None else self.captured.get(step.budget)
         if captured is None:
             self._count_eager(step.reason or "its graph was retired", len(step.items))
@@ -280,13 +284,9 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
             retire = not isinstance(error, torch.OutOfMemoryError)
             self._give_up(captured, error, len(step.items), retire)
             return None
-        tokens = self._tokens(self.model.vit_inputs(mm_kwargs))
         self.statistics.count_replay(captured.capacity.budget, len(step.items), tokens)
         self.graph_hits += len(step.items)
         return captured.output
-
-    def _tokens(self, inputs: ViTInputs) -> int:
-        return sum(self.model.vit_declared.output_tokens(grid) for grid in inputs.grids)
 
     # -- failures and counts -------------------------------------------------------------------
 
@@ -312,7 +312,7 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
         budget = captured.capacity.budget
         self._survive(error, f"replaying token budget {budget}")
         if not retire:
-            self._count_eager("an error before the replay", items, _brief(error))
+            self._count_eager("an error before the replay", items, brief(error))
             return
         del self.captured[budget]
         self._count_eager("its graph was retired", items, warn=False)
@@ -320,7 +320,7 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
             "Encoder CUDA graph of %d tokens is retired after an error; its batches run "
             "eagerly or in other graphs: %s",
             budget,
-            _brief(error),
+            brief(error),
             exc_info=error,
         )
 
@@ -375,9 +375,3 @@ def _item_count(mm_kwargs: dict[str, Any]) -> int:
         return max((len(grid) for grid in grids), default=1) or 1
     except TypeError:
         return 1
-
-
-def _brief(error: BaseException) -> str:
-    """One line of an error: its class and the first line of its text."""
-    lines: Sequence[str] = text_of(error).splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"

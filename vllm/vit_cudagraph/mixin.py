@@ -31,6 +31,7 @@ from vllm.v1.worker.encoder_cudagraph_defs import (
 from vllm.vit_cudagraph.eligibility import model_refusal
 from vllm.vit_cudagraph.geometry import (
     MALFORMED,
+    PIXELS,
     Capacity,
     Grid,
     Limits,
@@ -39,9 +40,6 @@ from vllm.vit_cudagraph.geometry import (
 )
 from vllm.vit_cudagraph.metadata import MetadataBuilder, allocate, fill, pad_of
 from vllm.vit_cudagraph.planning import MIN_TOKEN_BUDGET
-
-PIXELS = "pixel_values"
-"""Name of the pixel buffer, whatever the modality."""
 
 
 @dataclass(frozen=True)
@@ -89,13 +87,14 @@ class WindowedViTCudaGraphMixin(SupportsEncoderCudaGraph):
         ]
         if len(named) > 1:
             raise NotCapturable("more than one modality in a batch", ", ".join(named))
-        for modality in named:
-            suffix = "" if modality == "image" else f"_{modality}s"
-            keys = (f"pixel_values{suffix}", f"{modality}_grid_thw")
-            if mm_kwargs.get(keys[0]) is None:
-                raise NotCapturable("precomputed embeddings", f"no {keys[0]}")
-            return ViTInputs(modality, mm_kwargs[keys[0]], _host_grids(mm_kwargs[keys[1]]), keys)
-        raise NotCapturable(MALFORMED, f"no grids among {sorted(mm_kwargs)}")
+        if not named:
+            raise NotCapturable(MALFORMED, f"no grids among {sorted(mm_kwargs)}")
+        (modality,) = named
+        suffix = "" if modality == "image" else f"_{modality}s"
+        keys = (f"pixel_values{suffix}", f"{modality}_grid_thw")
+        if mm_kwargs.get(keys[0]) is None:
+            raise NotCapturable("precomputed embeddings", f"no {keys[0]}")
+        return ViTInputs(modality, mm_kwargs[keys[0]], _host_grids(mm_kwargs[keys[1]]), keys)
 
     def vit_repack(self, mm_kwargs: Mapping[str, Any], items: Sequence[int]) -> dict[str, Any]:
         """The same kwargs for some items, in that order: pixels ``[N', *pixel_row]`` and grids."""
@@ -217,15 +216,16 @@ class WindowedViTCudaGraphMixin(SupportsEncoderCudaGraph):
 
     def get_encoder_cudagraph_config(self) -> EncoderCudaGraphConfig:
         """No modality is offered where the tower cannot be captured (see ``eligibility``)."""
+        tower, frames = self.vit_tower(), self.get_max_frames_per_video()
+        if model_refusal(self, tower) is not None:
+            return EncoderCudaGraphConfig([], [PIXELS], 0, max_frames_per_video=frames)
         limit = self.model_config.multimodal_config.get_limit_per_prompt
-        refused = model_refusal(self, self.vit_tower()) is not None
-        rows = {} if refused else self.vit_declared.rows
         return EncoderCudaGraphConfig(
-            modalities=[m for m in (() if refused else self.vit_declared.modalities) if limit(m)],
-            buffer_keys=[PIXELS, *rows],
-            out_hidden_size=0 if refused else self.vit_tower().out_hidden_size,
-            padding_logics={} if refused else self._vit_paddings(),
-            max_frames_per_video=self.get_max_frames_per_video(),
+            modalities=[m for m in self.vit_declared.modalities if limit(m)],
+            buffer_keys=[PIXELS, *self.vit_declared.rows],
+            out_hidden_size=tower.out_hidden_size,
+            padding_logics=self._vit_paddings(),
+            max_frames_per_video=frames,
         )
 
     def get_input_modality(self, mm_kwargs: dict[str, Any]) -> str:

@@ -19,6 +19,7 @@ import sys
 import vllm
 from vllm.logger import init_logger
 from vllm.vit_cudagraph import contract
+from vllm.vit_cudagraph.failures import brief
 
 logger = init_logger(__name__)
 
@@ -39,7 +40,7 @@ def register() -> None:
         if problem is None:
             _put_in_place()
     except Exception as error:
-        problem = f"{type(error).__name__}: {error}"
+        problem = brief(error)
     if problem is not None:
         _warn_once(problem)
 

@@ -14,7 +14,7 @@ import torch
 from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.logger import init_logger
 from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
-from vllm.vit_cudagraph.failures import poisons_the_process
+from vllm.vit_cudagraph.failures import poisons_the_process, text_of
 
 logger = init_logger(__name__)
 
@@ -38,7 +38,7 @@ class StockSafety(EncoderCudaGraphManager):
             super()._capture_budget_graph(token_budget, path, axis_keys)
         except Exception as error:
             self._pass_on_if_fatal(error)
-            self._warn_once(f"the graph of {token_budget} tokens is left out ({error})")
+            self._warn_once(f"the graph of {token_budget} tokens is left out ({text_of(error)})")
 
     def execute_stock(self, mm_kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
         """Upstream's ``execute``; None, for the model's own eager path, where it fails
@@ -49,7 +49,7 @@ class StockSafety(EncoderCudaGraphManager):
             return super().execute(mm_kwargs)
         except Exception as error:
             self._pass_on_if_fatal(error)
-            self._warn_once(f"a batch runs eagerly after {type(error).__name__} ({error})")
+            self._warn_once(f"a batch runs eagerly after {type(error).__name__} ({text_of(error)})")
             return None
 
     def _pass_on_if_fatal(self, error: Exception) -> None:

@@ -93,6 +93,18 @@ def panning_frames(
     return np.stack([np.asarray(crop) for crop in crops])
 
 
+def video_metadata(num_frames: int, fps: float = 2.0) -> dict[str, Any]:
+    """What vLLM's video loader says of a clip of which all frames were kept."""
+    return {
+        "fps": fps,
+        "duration": num_frames / fps,
+        "total_num_frames": num_frames,
+        "frames_indices": list(range(num_frames)),
+        "video_backend": "opencv",
+        "do_sample_frames": False,
+    }
+
+
 def video_url(frames: np.ndarray[Any, np.dtype[np.uint8]], fps: float = 2.0) -> str:
     """`frames` (frame, height, width, 3), uint8 RGB, as a data URL of a real MP4 file.
 
