@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings for every test: offline, away from the user's caches, and never a CUDA call."""
+"""Settings for every test: offline, away from the user's caches, and no CUDA call unless asked for
+(``VIT_CUDAGRAPH_TEST_DEVICE=cuda``, see ``testing/models.py``)."""
 
 import logging
 import os
@@ -7,9 +8,9 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
-from hypothesis import settings
 
 # Before anything imports vLLM, torch or transformers: they read these when they are imported, and
 # the servers that tests start inherit them.
@@ -17,20 +18,32 @@ _CACHE_ROOT = tempfile.mkdtemp(prefix="vit-cudagraph-tests-")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["VLLM_NO_USAGE_STATS"] = "1"
 os.environ["VLLM_CACHE_ROOT"] = _CACHE_ROOT
-os.environ.setdefault("OMP_NUM_THREADS", str(min(4, os.cpu_count() or 1)))
+# Tensors here are tiny: threads would only wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-settings.register_profile("ci", derandomize=True, database=None, deadline=None, print_blob=True)
-settings.register_profile("dev", max_examples=10, deadline=None)
-settings.register_profile("nightly", max_examples=5000, deadline=None, print_blob=True)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
+# Importing any part of the package imports torch, so it comes after the settings above.
+from vllm.vit_cudagraph.testing import profiles  # noqa: E402
+
+profiles.load()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def no_cuda_call() -> Iterator[None]:
-    """Fail the session if anything in this process has initialised CUDA."""
+    """Fail the session if anything in this process has initialised CUDA, unless it was asked to."""
     yield
     torch = sys.modules.get("torch")
-    assert torch is None or not torch.cuda.is_initialized(), "a test made a CUDA call"
+    asked = os.environ.get("VIT_CUDAGRAPH_TEST_DEVICE") == "cuda"
+    assert asked or torch is None or not torch.cuda.is_initialized(), "a test made a CUDA call"
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """How much of the tolerances the run has used."""
+    oracles = sys.modules.get("vllm.vit_cudagraph.testing.oracles")
+    for (what, dtype), worst in sorted(getattr(oracles, "WORST", {}).items(), key=str):
+        allowed = oracles.TOLERANCE[dtype]  # type: ignore[union-attr]
+        terminalreporter.write_line(
+            f"largest error against {what}, {dtype}: {worst:.1e} of {allowed:.0e} allowed"
+        )
 
 
 def pytest_unconfigure() -> None:

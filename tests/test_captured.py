@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.vit_cudagraph.captured import BufferMoved, CapturedBudget
+from vllm.vit_cudagraph.captured import BufferMoved, CapturedBudget, SharedRows
 from vllm.vit_cudagraph.geometry import Capacity, NotCapturable
 from vllm.vit_cudagraph.metadata import AttentionLayout, fill
 
@@ -45,7 +45,9 @@ def make_captured() -> CapturedBudget:
         "lengths": torch.full((5,), STALE, dtype=torch.int32),
         "max_seqlen": torch.tensor(16, dtype=torch.int32),
     }
-    return CapturedBudget(CAPACITY, NoGraph(), buffers, output=torch.zeros(4, 8))
+    pixels = SharedRows(buffers["pixel_values"])
+    pixels.dirty = len(pixels.rows)
+    return CapturedBudget(CAPACITY, NoGraph(), buffers, pixels, output=torch.zeros(4, 8))
 
 
 def values(tokens: int = 2, sequences: int = 2) -> Values:
@@ -355,3 +357,49 @@ def test_a_bound_in_flashinfers_buckets_covers_every_longest(
     bound = layout.longest(np.array([0, max(lengths) + slack], np.int32))
     assert bound >= layout.longest(exact) >= max(lengths)
     assert (bound.device, bound.ndim) == (CPU, 0)
+
+
+# -- pixel rows that graphs share ------------------------------------------------------------------
+
+
+def shared_after(*loads: tuple[int, int]) -> SharedRows:
+    """Rows after loads of so many rows each, into graphs of so many rows."""
+    shared = SharedRows(torch.zeros(16, 3))
+    for used, capacity in loads:
+        exact = torch.full((used, 3), float(used))
+        shared.load(exact, capacity)
+        assert torch.equal(shared.rows[:used], exact)
+        assert not shared.rows[used:capacity].any()
+        assert not shared.rows[shared.dirty :].any()
+    return shared
+
+
+@pytest.mark.parametrize(
+    "loads",
+    [
+        [(3, 4), (2, 4), (1, 4)],
+        [(16, 16), (1, 4), (3, 4), (1, 8), (2, 16)],
+        [(4, 4), (10, 16), (2, 4), (5, 16)],
+        [(12, 16), (8, 8), (1, 16)],
+    ],
+)
+def test_graphs_find_zeros_behind_their_rows_whoever_came_before(
+    loads: list[tuple[int, int]],
+) -> None:
+    shared_after(*loads)
+
+
+def test_only_what_is_dirty_is_zeroed() -> None:
+    shared = shared_after((12, 16), (2, 4))
+    assert shared.dirty == 12  # rows 4 to 11 are beyond the small graph
+    shared.rows[12:] = STALE  # as nothing but a load may do: a load does not go there
+    shared.load(torch.ones(1, 3), 16)
+    assert shared.dirty == 1
+    assert (shared.rows[12:] == STALE).all() and not shared.rows[1:12].any()
+
+
+def test_a_load_that_fails_leaves_its_rows_dirty() -> None:
+    shared = shared_after((2, 4))
+    with pytest.raises(RuntimeError):
+        shared.load(torch.ones(6, 4), 16)
+    assert shared.dirty == 6

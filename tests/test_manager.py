@@ -90,7 +90,7 @@ def test_more_frames_than_the_users_limit_run_eagerly(vllm_log: list[Any]) -> No
     manager = managers.make_manager(FAMILY, frames=4)
     check(manager, [[5, 4, 4]], "video")
     check(manager, [[6, 4, 4]], "video")
-    reason = "more attention sequences (frames) than a graph holds"
+    reason = "more video frames than encoder_cudagraph_max_frames_per_batch"
     assert dict(manager.statistics.eager) == {reason: 2}
     assert sum(reason in text for text in warnings(vllm_log)) == 1
 

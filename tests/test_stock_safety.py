@@ -10,12 +10,11 @@ from unittest import mock
 import pytest
 import torch
 import towers
+from stock import plant_graphs
 
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.model_executor.models import qwen2_vl
-from vllm.v1.worker.encoder_cudagraph import BudgetGraphMetadata
-from vllm.vit_cudagraph.graphs.recorded import RecordedBackend
 from vllm.vit_cudagraph.manager import EncoderGraphManager
 from vllm.vit_cudagraph.stock_safety import EncoderCudaGraphManager, StockSafety
 
@@ -81,22 +80,6 @@ def batch(model: StockQwen2VL) -> dict[str, Any]:
 
 def warnings(records: Records) -> list[str]:
     return [r.message for r in records if r.levelno >= logging.WARNING]
-
-
-def plant_graphs(manager: EncoderCudaGraphManager) -> None:
-    """What upstream's ``capture`` leaves behind, from the twin instead of a GPU."""
-    manager.graph_pool = object()
-    for budget in manager.token_budgets:
-        slots = (manager.max_batch_size, manager.max_frames_per_batch)
-        values = manager.model.prepare_encoder_cudagraph_capture_inputs(
-            budget, *slots, CPU, torch.float32
-        ).values
-        graph, output = RecordedBackend().capture(
-            lambda values=values: manager.model.encoder_cudagraph_forward({**values})
-        )
-        manager._get_graph_set()[budget] = BudgetGraphMetadata(
-            budget, *slots, graph, values, output
-        )
 
 
 # -- service ---------------------------------------------------------------------------------------

@@ -18,6 +18,30 @@ class BufferMoved(RuntimeError):
     """A buffer that a graph reads lies at another address than at capture."""
 
 
+class SharedRows:
+    """Pixel rows that all graphs of a manager read; a smaller graph reads a prefix of them.
+
+    Attributes:
+        rows: ``[N, *pixel_row]`` for the largest graph.
+        dirty: Rows from here on are 0. It belongs to the rows, not to a graph: what one graph's
+            batch left behind is what the next graph finds.
+    """
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self.rows = rows
+        self.dirty = 0
+
+    def load(self, exact: torch.Tensor, capacity: int) -> None:
+        """Write ``exact`` at the front, and 0 behind it as far as a graph of ``capacity`` rows
+        reads. Only rows that are not 0 already are written."""
+        used, dirty = len(exact), self.dirty
+        self.dirty = max(used, dirty)  # holds if a copy fails half way
+        self.rows[:used].copy_(exact)
+        self.rows[used : min(dirty, capacity)].zero_()
+        if dirty <= capacity:
+            self.dirty = used
+
+
 @dataclass
 class CapturedBudget:
     """A graph and the buffers that it reads and writes.
@@ -26,6 +50,7 @@ class CapturedBudget:
         capacity: What the buffers hold; ``capacity.budget`` is the token budget.
         graph: Reads ``buffers``, writes ``output``.
         buffers: Pixels and metadata; a name without a buffer is None in the tower's metadata.
+        pixels: The rows whose first ``capacity.patches`` are the pixel buffer.
         output: The tower's output rows. They lie in the pool that the graphs share, so the next
             replay of this graph or of another one overwrites them.
     """
@@ -33,6 +58,7 @@ class CapturedBudget:
     capacity: Capacity
     graph: CapturedGraph
     buffers: dict[str, torch.Tensor]
+    pixels: SharedRows
     output: torch.Tensor
     _addresses: dict[str, int] = field(init=False)
 
@@ -81,9 +107,13 @@ class CapturedBudget:
 
         Args:
             values: Held against the buffers by :meth:`check` before.
-            padding: How each buffer is filled. Longest lengths are baked and are not written.
+            padding: How each metadata buffer is filled. Longest lengths are baked and are not
+                written.
         """
         for name, buffer in self.buffers.items():
             value = values[name]
             assert value is not None
-            padding[name](buffer, value)
+            if name == PIXELS:
+                self.pixels.load(value, self.capacity.patches)
+            else:
+                padding[name](buffer, value)

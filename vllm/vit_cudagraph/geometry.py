@@ -127,6 +127,7 @@ class Usage:
     tokens: int
     sequences: int
     windows: int
+    frames: int = 1
 
 
 @dataclass(frozen=True)
@@ -160,16 +161,22 @@ class Limits:
 
 @dataclass(frozen=True)
 class Capacity:
-    """Most of each kind that a graph of one token budget can hold."""
+    """Most of each kind that a graph of one token budget can hold.
+
+    Attributes:
+        frames: A limit on video frames that the user has set; None where there is none. No buffer
+            depends on it: where a frame is a sequence, ``sequences`` has it already.
+    """
 
     budget: int
     items: int
     patches: int
     sequences: int
     windows: int
+    frames: int | None = None
 
     def holds_counts(
-        self, items: int, patches: int, tokens: int, sequences: int, windows: int
+        self, items: int, patches: int, tokens: int, sequences: int, windows: int, frames: int
     ) -> bool:
         """Whether so much of each kind fits."""
         return (
@@ -178,11 +185,14 @@ class Capacity:
             and patches <= self.patches
             and sequences <= self.sequences
             and windows <= self.windows
+            and (self.frames is None or frames <= self.frames)
         )
 
     def holds(self, items: int, use: Usage) -> bool:
         """Whether so many items that together use ``use`` fit."""
-        return self.holds_counts(items, use.patches, use.tokens, use.sequences, use.windows)
+        return self.holds_counts(
+            items, use.patches, use.tokens, use.sequences, use.windows, use.frames
+        )
 
 
 @dataclass(frozen=True)
@@ -358,6 +368,7 @@ class ViTGeometry:
             tokens=self.output_tokens(grid),
             sequences=1 if self.sequences == "item" else grid[0],
             windows=self.windows(grid),
+            frames=grid[0],
         )
 
     # -- one budget ----------------------------------------------------------------------------

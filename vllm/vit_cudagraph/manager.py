@@ -25,7 +25,7 @@ from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.logger import init_logger
 from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
 from vllm.vit_cudagraph import budgets
-from vllm.vit_cudagraph.captured import BufferMoved, CapturedBudget
+from vllm.vit_cudagraph.captured import BufferMoved, CapturedBudget, SharedRows
 from vllm.vit_cudagraph.eligibility import config_refusal, model_refusal
 from vllm.vit_cudagraph.failures import RankFailure, brief, poisons_the_process
 from vllm.vit_cudagraph.geometry import Capacity, NotCapturable
@@ -59,6 +59,8 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
         self.token_budgets = list(settings.token_budgets)
         self.max_batch_size = settings.limits.items
         self.captured: dict[int, CapturedBudget] = {}
+        self.left_out: dict[str, list[int]] = {}
+        self._pixels: SharedRows | None = None
         self.statistics = Statistics()
         self._log_interval = log_interval()
         self.refusal = self._why_nothing_is_captured()
@@ -95,6 +97,7 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
         super().clear()
         if self.on_mixin:
             self.captured.clear()
+            self._pixels = None
 
     def capture(self, graph_pool: Any) -> None:
         """Capture every token budget, largest first; one that fails is left out.
@@ -114,14 +117,14 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
         if self.refusal:
             return
         start, free = time.perf_counter(), self._free_memory()
-        left_out: dict[str, list[int]] = {}
+        self.left_out = {}
         for budget in sorted(self.token_budgets, reverse=True):
             try:
                 self.captured[budget] = self._capture(budget)
             except Exception as error:
                 self._survive(error, f"capturing token budget {budget}")
-                left_out.setdefault(brief(error), []).append(budget)
-        for error_text, budgets_out in left_out.items():
+                self.left_out.setdefault(brief(error), []).append(budget)
+        for error_text, budgets_out in self.left_out.items():
             logger.warning(
                 "Encoder CUDA graphs of %s tokens are left out: %s", budgets_out, error_text
             )
@@ -143,7 +146,13 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
         capacity = self.model.vit_declared.capacity(budget, self.settings.limits)
         # Buffers are written outside inference mode too, so they must not be inference tensors.
         with torch.inference_mode(False), torch.no_grad():
-            buffers = self.model.vit_buffers(capacity, self.device, self.dtype)
+            if not self.captured:
+                # The largest graph that can be captured has room for all others.
+                rows = self.model.vit_pixel_buffer(capacity, self.device, self.dtype)
+                self._pixels = SharedRows(rows)
+            assert self._pixels is not None
+            pixels = self._pixels.rows[: capacity.patches]
+            buffers = self.model.vit_buffers(capacity, self.device, pixels)
         graph, output = self.backend.capture(
             lambda: self.model.encoder_cudagraph_forward(dict(buffers)), self.graph_pool
         )
@@ -152,14 +161,15 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
             raise ValueError(
                 f"the tower gave {len(output)} rows where vit_geometry() asks for {expected}"
             )
-        return CapturedBudget(capacity, graph, buffers, output)
+        return CapturedBudget(capacity, graph, buffers, self._pixels, output)
 
     def _free_memory(self) -> int:
         """Free device memory in bytes; on the twin, what the buffers take, negated."""
         if self.device.type == "cuda":
-            return torch.cuda.mem_get_info(self.device)[0]
+            return torch.cuda.mem_get_info(self.device)[0]  # no cover: needs a GPU
         held = (b for c in self.captured.values() for b in (*c.buffers.values(), c.output))
-        return -sum(buffer.numel() * buffer.element_size() for buffer in held)
+        storages = (buffer.untyped_storage() for buffer in held)
+        return -sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     # -- service -------------------------------------------------------------------------------
 
@@ -252,7 +262,7 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
         frames = self.settings.limits.frames
         if modality == "image" or frames is None:
             return capacities
-        return [replace(c, sequences=min(c.sequences, frames)) for c in capacities]
+        return [replace(c, frames=frames) for c in capacities]
 
     def _replay(self, step: Step, mm_kwargs: dict[str, Any], tokens: int) -> torch.Tensor | None:
         """The graph's output rows (overwritten by the next replay), or None for an eager run.

@@ -197,17 +197,23 @@ class WindowedViTCudaGraphMixin(SupportsEncoderCudaGraph):
         tails = {name: pad_of(self._vit_builder, row) for name, row in rows} | {PIXELS: "zero"}
         return {name: partial(fill, pad=pad) for name, pad in tails.items()}
 
-    def vit_buffers(
+    def vit_pixel_buffer(
         self, capacity: Capacity, device: torch.device, dtype: torch.dtype
-    ) -> dict[str, torch.Tensor]:
-        """Buffers that a graph of ``capacity`` reads: pixels ``[patches, *pixel_row]`` and every
-        metadata tensor at its capacity. Pixels have the dtype that the tower's input norm wants."""
+    ) -> torch.Tensor:
+        """Pixel rows for a graph of ``capacity``, ``[patches, *pixel_row]``, all 0, in the dtype
+        that the tower's input norm wants."""
         norm = getattr(self.vit_tower(), "input_norm", None)
-        pixels = torch.zeros(
+        return torch.zeros(
             (capacity.patches, *self.vit_declared.pixel_row),
             device=device,
             dtype=getattr(norm, "input_dtype", None) or dtype,
         )
+
+    def vit_buffers(
+        self, capacity: Capacity, device: torch.device, pixels: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """Buffers that a graph of ``capacity`` reads: ``pixels``, and every metadata tensor at its
+        capacity."""
         # The hook itself is probed, so that a name that only an override makes has a buffer too.
         smallest = self.vit_metadata([self.vit_declared.smallest_grid()], device)
         return {PIXELS: pixels, **allocate(self._vit_builder, smallest, capacity, device)}
@@ -271,7 +277,8 @@ class WindowedViTCudaGraphMixin(SupportsEncoderCudaGraph):
     ) -> EncoderCudaGraphCaptureInputs:
         limits = Limits(items=max_batch_size, tokens_per_sequence=1)
         capacity = self.vit_declared.capacity(token_budget, limits)
-        return EncoderCudaGraphCaptureInputs(values=self.vit_buffers(capacity, device, dtype))
+        pixels = self.vit_pixel_buffer(capacity, device, dtype)
+        return EncoderCudaGraphCaptureInputs(values=self.vit_buffers(capacity, device, pixels))
 
     def prepare_encoder_cudagraph_replay_buffers(
         self,

@@ -61,6 +61,8 @@ def why_eager(use: Usage, largest: Capacity) -> str:
     """Name the first capacity of the largest graph that one item exceeds."""
     if use.tokens > largest.budget or use.patches > largest.patches:
         return "larger than every token budget"
+    if largest.frames is not None and use.frames > largest.frames:
+        return "more video frames than encoder_cudagraph_max_frames_per_batch"
     if use.sequences > largest.sequences:
         return "more attention sequences (frames) than a graph holds"
     return "more attention windows than a graph holds"
@@ -107,16 +109,17 @@ def _cheapest_cuts(
     best = [0.0] + [float("inf")] * len(usages)
     cut: list[tuple[int, int]] = [(0, 0)] * (len(usages) + 1)
     for start in range(len(usages)):
-        patches = tokens = sequences = windows = level = 0
+        patches = tokens = sequences = windows = frames = level = 0
         for stop in range(start + 1, len(usages) + 1):
             last = usages[stop - 1]
             patches += last.patches
             tokens += last.tokens
             sequences += last.sequences
             windows += last.windows
+            frames += last.frames
             # Capacities grow together, so a run that outgrew a graph never fits it again.
             while level < len(capacities) and not capacities[level].holds_counts(
-                stop - start, patches, tokens, sequences, windows
+                stop - start, patches, tokens, sequences, windows, frames
             ):
                 level += 1
             if level == len(capacities):

@@ -1,0 +1,806 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hypothesis strategies for what an encoder may be given: grids, batches, settings, configurations.
+
+They take a :class:`~vllm.vit_cudagraph.geometry.ViTGeometry`, never a model, and import no torch.
+Everything shrinks towards one image of one merged token with seed 0.
+
+* :func:`grids`, :func:`images`, :func:`videos` and :func:`batches` draw any input;
+  :func:`processed_grids` draws what a real processor makes of a picture in pixels.
+* :func:`edges` and :func:`named_edges` aim at given graphs: what just fits, and what just does not.
+* :func:`graph_settings` and :func:`vision_configs` draw what a user and a checkpoint may set.
+
+``shape`` stands for the rows and columns of a frame in merged tokens, ``tokens`` for merged tokens
+of all frames before any frames are merged.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Protocol, TypeVar
+
+from hypothesis import assume
+from hypothesis import strategies as st
+from hypothesis.strategies import SearchStrategy
+
+from vllm.vit_cudagraph.geometry import Capacity, Grid, ViTGeometry
+
+MOST_ASPECT_RATIO = 200
+"""Longest side over shortest that ``smart_resize`` accepts."""
+
+_MOST_SEED = 99
+_MOST_PARTS = 8  # of a total that is drawn in parts: more are no clearer to read
+_PHOTO = 4096  # pixels of the shortest side of a large photograph
+
+T = TypeVar("T")
+Shape = tuple[int, int]
+
+
+@dataclass(frozen=True, repr=False)
+class Batch:
+    """Vision items of one modality, as one call of the encoder gets them.
+
+    Attributes:
+        modality: As vLLM has it, ``image`` or ``video``.
+        grids: One an item, in patches.
+        seed: Of the pixels.
+
+    Any sequences do for ``grids``; tuples are kept. ``repr`` can be pasted as code.
+    """
+
+    modality: str
+    grids: tuple[Grid, ...]
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "grids", tuple((t, h, w) for t, h, w in self.grids))
+
+    def __repr__(self) -> str:
+        items = repr(list(self.grids))
+        if len(self.grids) > 3 and len(set(self.grids)) == 1:
+            items = f"[{self.grids[0]}] * {len(self.grids)}"
+        return f"Batch({self.modality!r}, {items}, seed={self.seed})"
+
+
+@dataclass(frozen=True)
+class GraphSettings:
+    """vLLM's three settings of encoder graphs.
+
+    Attributes:
+        budgets: ``encoder_cudagraph_token_budgets``, ascending.
+        items: ``encoder_cudagraph_max_vision_items_per_batch``; 0 is automatic.
+        frames: ``encoder_cudagraph_max_frames_per_batch``; None is automatic.
+    """
+
+    budgets: tuple[int, ...]
+    items: int = 0
+    frames: int | None = None
+
+
+# -- grids -----------------------------------------------------------------------------------------
+
+
+def grids(
+    geometry: ViTGeometry, *, most_tokens: int = 120, frames: int = 1
+) -> SearchStrategy[Grid]:
+    """Grids of any shape, with strips, squares and multiples of the window, and processed ones.
+
+    Args:
+        most_tokens: Most merged tokens of the item, all frames together.
+        frames: Most frames of the grid.
+
+    Raises:
+        ValueError: A limit is below 1.
+    """
+    processed = processed_grids(geometry, most_tokens=most_tokens, frames=frames)
+    side = geometry.window_side or 1
+    kinds: list[_Kind] = [_as_drawn, _strip, _square]
+    if side > 1:
+        kinds += [_on_windows(side, 0), _on_windows(side, 1), _on_windows(side, -1)]
+    return st.one_of(
+        _shaped_grids(geometry.merge_size, most_tokens, frames, tuple(kinds)), processed
+    )
+
+
+def processed_grids(
+    geometry: ViTGeometry, *, most_tokens: int = 120, frames: int = 1
+) -> SearchStrategy[Grid]:
+    """Grids that a Qwen processor makes of a picture: its size in pixels through ``smart_resize``.
+
+    Sizes go from one pixel to large photographs, aspect ratios to 200:1 either way. The processor's
+    own limit, ``max_pixels``, starts at ``most_tokens`` a frame and comes down where a strip would
+    exceed that: ``smart_resize`` never makes a side shorter than one merged token, and so lets
+    strips pass its limit.
+
+    Args:
+        most_tokens: Most merged tokens of the item, all frames together.
+        frames: Most frames of the grid (after the temporal patch).
+
+    Raises:
+        ValueError: A limit is below 1.
+    """
+    _check_positive(most_tokens=most_tokens, frames=frames)
+    # Imported here and not while an example is drawn: it brings torch.
+    from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
+
+    factor = geometry.patch_size * geometry.merge_size
+    return _processed(smart_resize, factor, geometry.merge_size, most_tokens, frames)
+
+
+@st.composite
+def _processed(
+    draw: st.DrawFn,
+    resize: Callable[..., tuple[int, int]],
+    factor: int,
+    merge: int,
+    most_tokens: int,
+    frames: int,
+) -> Grid:
+    t = draw(_up_to(min(frames, most_tokens)))
+    limit = most_tokens // t
+    fits_unscaled = factor * (math.isqrt(limit) + 1)
+    short = draw(_up_to(draw(_one_of((fits_unscaled, _PHOTO)))))
+    ratio = draw(_one_of((1, 2, 4, 16, 64, MOST_ASPECT_RATIO)))
+    long = short + draw(st.integers(0, short * (ratio - 1)))
+    height, width = _turn(draw, short, long)
+    for allowed in _halvings(limit):
+        rows, cols = _processed_shape(resize, height, width, factor, allowed)
+        if rows * cols <= limit:
+            return t, rows * merge, cols * merge
+    # A strip whose shortest form is longer than the limit; it can be made only by tiny limits.
+    assume(False)
+    raise AssertionError("unreachable")
+
+
+def _halvings(limit: int) -> Iterator[int]:
+    """``limit``, half of it, and so on down to 1."""
+    while limit:
+        yield limit
+        limit //= 2
+
+
+def _processed_shape(
+    resize: Callable[..., tuple[int, int]], height: int, width: int, factor: int, most_tokens: int
+) -> Shape:
+    """Shape that a picture of so many pixels has after the processor's resize."""
+    pixels = resize(
+        height, width, factor=factor, min_pixels=factor**2, max_pixels=most_tokens * factor**2
+    )
+    return pixels[0] // factor, pixels[1] // factor
+
+
+# Each kind is a function of the same two numbers. Were they drawn kind by kind, the one with the
+# fewest draws would count as the simplest, whatever it draws.
+_Kind = Callable[[int, int], Shape]
+
+
+@st.composite
+def _shaped_grids(
+    draw: st.DrawFn, merge: int, most_tokens: int, frames: int, kinds: tuple[_Kind, ...]
+) -> Grid:
+    t = draw(_up_to(min(frames, most_tokens)))
+    kind = draw(_one_of(kinds))
+    # The shorter side first: drawn over the whole range, nearly all would be strips.
+    short = draw(_up_to(math.isqrt(most_tokens // t)))
+    long = draw(_up_to(most_tokens // t // short))
+    rows, cols = _turn(draw, *kind(short, long))
+    return t, rows * merge, cols * merge
+
+
+@cache
+def _up_to(most: int) -> SearchStrategy[int]:
+    return st.integers(1, most)
+
+
+@cache
+def _one_of(options: tuple[T, ...]) -> SearchStrategy[T]:
+    return st.sampled_from(options)
+
+
+def _turn(draw: st.DrawFn, first: int, second: int) -> tuple[int, int]:
+    return (second, first) if draw(st.booleans()) else (first, second)
+
+
+def _as_drawn(short: int, long: int) -> Shape:
+    return short, long
+
+
+def _strip(short: int, long: int) -> Shape:
+    return 1, short * long
+
+
+def _square(short: int, long: int) -> Shape:
+    side = min(short, long)
+    return side, side
+
+
+@cache
+def _on_windows(side: int, past: int) -> _Kind:
+    """Sides of whole windows and ``past`` more tokens (-1, 0 or 1), never longer than drawn."""
+
+    def whole(length: int) -> int:
+        aligned = (length - past) // side * side + past
+        return aligned if aligned > 0 else length
+
+    return lambda short, long: (whole(short), whole(long))
+
+
+# -- batches ---------------------------------------------------------------------------------------
+
+
+def images(
+    geometry: ViTGeometry, *, most_items: int = 8, most_tokens: int = 120, modality: str = "image"
+) -> SearchStrategy[Batch]:
+    """Batches of images, in any order of sizes.
+
+    Args:
+        most_items: Most images of a batch (at least 1 is drawn).
+        most_tokens: Most merged tokens of one image.
+        modality: Another name that the model has for items of one frame.
+
+    Raises:
+        ValueError: A limit is below 1, or the geometry has no such modality.
+    """
+    return _batches_of(geometry, modality, most_items, most_tokens, frames=1)
+
+
+def videos(
+    geometry: ViTGeometry, *, most_items: int = 4, most_tokens: int = 160, frames: int = 8
+) -> SearchStrategy[Batch]:
+    """Batches of videos.
+
+    Args:
+        most_items: Most videos of a batch (at least 1 is drawn).
+        most_tokens: Most merged tokens of one video, all its frames together.
+        frames: Most frames of a grid (after the temporal patch).
+
+    Raises:
+        ValueError: A limit is below 1, or the geometry has no videos.
+    """
+    return _batches_of(geometry, "video", most_items, most_tokens, frames)
+
+
+def batches(
+    geometry: ViTGeometry,
+    *,
+    most_items: int = 8,
+    most_tokens: int = 120,
+    most_videos: int = 4,
+    most_video_tokens: int = 160,
+    frames: int = 8,
+) -> SearchStrategy[Batch]:
+    """Batches of each modality that the geometry has; see :func:`images` and :func:`videos`.
+
+    Raises:
+        ValueError: A limit is below 1.
+    """
+    kinds = []
+    for modality in sorted(geometry.modalities, key=lambda name: name == "video"):
+        if modality == "video":
+            kinds.append(
+                videos(
+                    geometry,
+                    most_items=most_videos,
+                    most_tokens=most_video_tokens,
+                    frames=frames,
+                )
+            )
+        else:
+            kinds.append(
+                images(geometry, most_items=most_items, most_tokens=most_tokens, modality=modality)
+            )
+    return st.one_of(kinds)
+
+
+def same_totals(
+    geometry: ViTGeometry, *, most_items: int = 4, most_tokens: int = 60
+) -> SearchStrategy[tuple[Batch, Batch]]:
+    """Two different batches of images with one total of merged tokens, cut in other parts.
+
+    A graph that is keyed, padded or filled by the total alone takes the second for the first.
+
+    Args:
+        most_items: Most images of either.
+        most_tokens: Most merged tokens of either, all images together; at least 2.
+
+    Raises:
+        ValueError: ``most_items`` is below 1 or ``most_tokens`` below 2.
+    """
+    _check_positive(most_items=most_items)
+    if most_tokens < 2:
+        raise ValueError(f"most_tokens={most_tokens} has one partition only; set it to 2 or more")
+    return _same_totals(geometry, most_items, most_tokens)
+
+
+@st.composite
+def _same_totals(
+    draw: st.DrawFn, geometry: ViTGeometry, most_items: int, most_tokens: int
+) -> tuple[Batch, Batch]:
+    pick = _drawing(draw)
+    total = draw(st.integers(2, most_tokens))
+    first, second = (
+        _stills(
+            geometry,
+            [
+                _shape(part, pick)
+                for part in _parts(total, draw(st.integers(1, min(most_items, total))), pick)
+            ],
+            draw(_SEEDS),
+        )
+        for _ in range(2)
+    )
+    assume(first.grids != second.grids)
+    return first, second
+
+
+_SEEDS = st.integers(0, _MOST_SEED)
+
+
+def _batches_of(
+    geometry: ViTGeometry, modality: str, most_items: int, most_tokens: int, frames: int
+) -> SearchStrategy[Batch]:
+    _check_positive(most_items=most_items)
+    if modality not in geometry.modalities:
+        raise ValueError(
+            f"modality={modality!r} is not one of the geometry's modalities "
+            f"{geometry.modalities}; use one of these, or batches()"
+        )
+    items = st.lists(
+        grids(geometry, most_tokens=most_tokens, frames=frames), min_size=1, max_size=most_items
+    )
+    return st.builds(Batch, st.just(modality), items, _SEEDS)
+
+
+def _check_positive(**limits: int) -> None:
+    for name, limit in limits.items():
+        if limit < 1:
+            raise ValueError(f"{name}={limit} allows nothing; set it to 1 or more")
+
+
+# -- edges -----------------------------------------------------------------------------------------
+
+
+class _Pick(Protocol):
+    """Chooses one option: drawn, or the first for a named example."""
+
+    def __call__(self, options: Sequence[T], /) -> T: ...
+
+
+_Edge = Callable[[ViTGeometry, Capacity, _Pick], Batch | None]
+
+
+def edges(
+    geometry: ViTGeometry, capacities: Sequence[Capacity], *, frames: int | None = None
+) -> SearchStrategy[Batch]:
+    """Batches at the edges of given graphs: the kinds of :func:`named_edges`, equally often.
+
+    Shapes, partitions, numbers of items and seeds are drawn; :func:`named_edges` has one example of
+    each.
+
+    Args:
+        capacities: Of the captured graphs, in any order; at least one.
+        frames: The user's limit on video frames in a step (``Limits.frames``), which may be below
+            the sequence slots: these have room for images too.
+
+    Raises:
+        ValueError: ``capacities`` is empty.
+    """
+    return _edges(geometry, tuple(_edges_that_exist(geometry, capacities, frames).values()))
+
+
+def named_edges(
+    geometry: ViTGeometry, capacities: Sequence[Capacity], *, frames: int | None = None
+) -> dict[str, Batch]:
+    """The edges of given graphs by name, one batch each.
+
+    A name is a kind and, in brackets, the token budget of the graph that it is about:
+    ``"one item fills the budget [64]"``. A kind that does not exist for a geometry or a capacity
+    (windows without windows, frames without videos) has no entry.
+
+    Args:
+        capacities: Of the captured graphs, in any order; at least one.
+        frames: The user's limit on video frames in a step (``Limits.frames``), which may be below
+            the sequence slots: these have room for images too.
+
+    Raises:
+        ValueError: ``capacities`` is empty.
+    """
+    existing = _edges_that_exist(geometry, capacities, frames)
+    found = {name: edge(geometry, capacity, _first) for name, (edge, capacity) in existing.items()}
+    return {name: batch for name, batch in found.items() if batch is not None}
+
+
+def _edges_that_exist(
+    geometry: ViTGeometry, capacities: Sequence[Capacity], frames: int | None
+) -> dict[str, tuple[_Edge, Capacity]]:
+    if not capacities:
+        raise ValueError("capacities is empty; give the capacity of at least one graph")
+    ordered = sorted(capacities, key=lambda capacity: capacity.budget)
+    chosen = {name: (edge, ordered[-1]) for name, edge in _EDGES_OF_LARGEST.items()}
+    for kinds, most in ((_EDGES, None), (_EDGES_OF_CLIPS, frames)):
+        chosen |= {
+            f"{name} [{capacity.budget}]": (edge, _with_slots(capacity, most))
+            for name, edge in kinds.items()
+            for capacity in ordered
+        }
+    return {
+        name: (edge, capacity)
+        for name, (edge, capacity) in chosen.items()
+        if edge(geometry, capacity, _first) is not None
+    }
+
+
+def _with_slots(capacity: Capacity, frames: int | None) -> Capacity:
+    """``capacity`` as far as videos may use it."""
+    if frames is None:
+        return capacity
+    return replace(capacity, sequences=min(capacity.sequences, frames))
+
+
+@st.composite
+def _edges(
+    draw: st.DrawFn, geometry: ViTGeometry, existing: tuple[tuple[_Edge, Capacity], ...]
+) -> Batch:
+    edge, capacity = draw(st.sampled_from(existing))
+    batch = edge(geometry, capacity, _drawing(draw))
+    assert batch is not None  # whether an edge exists never depends on what is picked
+    return Batch(batch.modality, batch.grids, draw(_SEEDS))
+
+
+def _first(options: Sequence[T], /) -> T:
+    return options[0]
+
+
+def _drawing(draw: st.DrawFn) -> _Pick:
+    def pick(options: Sequence[T], /) -> T:
+        return draw(st.sampled_from(options))
+
+    return pick
+
+
+@cache
+def _shapes(tokens: int) -> tuple[Shape, ...]:
+    """All shapes of so many tokens, the squarest first, wide before tall."""
+    wide = [(rows, tokens // rows) for rows in range(1, math.isqrt(tokens) + 1)]
+    wide = [(rows, cols) for rows, cols in wide if rows * cols == tokens]
+    tall = [(cols, rows) for rows, cols in wide if rows != cols]
+    return (*wide[::-1], *tall[::-1])
+
+
+def _shape(tokens: int, pick: _Pick) -> Shape:
+    return pick(_shapes(tokens))
+
+
+def _parts(total: int, count: int, pick: _Pick) -> list[int]:
+    """``total`` as a sum of ``count`` positive numbers; 1 each but the last, where not drawn."""
+    parts = []
+    for after in range(count - 1, 0, -1):
+        parts.append(pick(range(1, total - after + 1)))
+        total -= parts[-1]
+    return [*parts, total]
+
+
+def _stills(geometry: ViTGeometry, shapes: Iterable[Shape], seed: int = 0) -> Batch:
+    """Items of one frame; as images, unless the model has none."""
+    still = [name for name in geometry.modalities if name != "video"]
+    modality = "image" if "image" in still else [*still, "video"][0]
+    merge = geometry.merge_size
+    items = tuple((1, rows * merge, cols * merge) for rows, cols in shapes)
+    return Batch(modality, items, seed)
+
+
+def _clips(geometry: ViTGeometry, clips: Iterable[tuple[int, Shape]]) -> Batch:
+    merge = geometry.merge_size
+    items = tuple((t, rows * merge, cols * merge) for t, (rows, cols) in clips)
+    return Batch("video", items)
+
+
+def _most_parts(capacity: Capacity) -> int:
+    """Most items of one frame in one step, as far as a person wants to read them."""
+    return min(capacity.items, capacity.sequences, capacity.budget, _MOST_PARTS)
+
+
+def _one_token(geometry: ViTGeometry, capacity: Capacity, pick: _Pick) -> Batch | None:
+    return _stills(geometry, [(1, 1)])
+
+
+def _one_fills(geometry: ViTGeometry, capacity: Capacity, pick: _Pick) -> Batch | None:
+    return _stills(geometry, [_shape(capacity.budget, pick)])
+
+
+def _one_fills_turned(geometry: ViTGeometry, capacity: Capacity, pick: _Pick) -> Batch | None:
+    turned = [(rows, cols) for rows, cols in _shapes(capacity.budget) if rows > cols]
+    return _stills(geometry, [pick(turned)]) if turned else None
+
+
+def _one_row_over(geometry: ViTGeometry, capacity: Capacity, pick: _Pick) -> Batch | None:
+    return _stills(geometry, [_shape(capacity.budget + 1, pick)])
+
+
+def _several_past_budget(past: int) -> _Edge:
+    """Two or more items with as many tokens as the budget and ``past`` more."""
+
+    def edge(geometry: ViTGeometry, capacity: Capacity, pick: _Pick) -> Batch | None:
+        if _most_parts(capacity) < 2:
+            return None
+        count = pick(range(2, _most_parts(capacity) + 1))
+        parts = _parts(capacity.budget + past, count, pick)
+        return _stills(geometry, [_shape(part, pick) for part in parts])
+
+    return edge
+
+
+def _two_alike(geometry: ViTGeometry, capacity: Capacity, pick: _Pick) -> Batch | None:
+    # From 4 tokens on this is another partition than 1 and the rest, with as many items.
+    if _most_parts(capacity) < 2 or capacity.budget < 4:
+        return None
+    half = capacity.budget // 2
+    return _stills(geometry, [_shape(half, pick), _shape(capacity.budget - half, pick)])
+
+
+def _items_past_limit(past: int) -> _Edge:
+    """Smallest items, as many as a graph takes and ``past`` more."""
+
+    def edge(geometry: ViTGeometry, capacity: Capacity, pick: _Pick) -> Batch | None:
+        return _stills(geometry, [(1, 1)] * (capacity.items + past))
+
+    return edge
+
+
+def _longest_strip(geometry: ViTGeometry, capacity: Capacity, pick: _Pick) -> Batch | None:
+    return _stills(geometry, [pick(((1, capacity.budget), (capacity.budget, 1)))])
+
+
+def _strip_of_windows(geometry: ViTGeometry, capacity: Capacity, pick: _Pick) -> Batch | None:
+    """The most windows that one frame can have: a last one of a single token."""
+    side = geometry.window_side
+    if side is None or capacity.budget <= side:
+        return None
+    length = (capacity.budget - 1) // side * side + 1
+    return _stills(geometry, [pick(((1, length), (length, 1)))])
+
+
+def _full_strips(geometry: ViTGeometry, capacity: Capacity) -> tuple[int, int] | None:
+    """Whole windows that the budget leaves beside one token a sequence, as what each strip gets and
+    how many get one more. Strips of so many windows and a token reach the bound on windows."""
+    plain = geometry.sequences == "frame" and geometry.temporal_merge == "none"
+    if geometry.window_side is None or not plain or capacity.sequences < 1:
+        return None
+    whole = (capacity.budget - capacity.sequences) // geometry.window_side
+    return divmod(whole, capacity.sequences)
+
+
+def _images_of_most_windows(geometry: ViTGeometry, capacity: Capacity, pick: _Pick) -> Batch | None:
+    full = _full_strips(geometry, capacity)
+    if full is None or capacity.items < capacity.sequences:
+        return None
+    each, longer = full
+    lengths = [
+        (each + (index < longer)) * (geometry.window_side or 1) + 1
+        for index in range(capacity.sequences)
+    ]
+    return _stills(geometry, [pick(((1, length), (length, 1))) for length in lengths])
+
+
+def _clips_of_most_windows(geometry: ViTGeometry, capacity: Capacity, pick: _Pick) -> Batch | None:
+    if "video" not in geometry.modalities or capacity.sequences < 1:
+        return None
+    if geometry.window_side is not None and geometry.sequences == "item":
+        # A token is a window of its own where it is a frame of its own.
+        one_frame_a_token = geometry.temporal_merge == "none"
+        return _clips(geometry, [(capacity.budget, (1, 1))]) if one_frame_a_token else None
+    full = _full_strips(geometry, capacity)
+    if full is None:
+        return None
+    each, longer = full
+    clips = [
+        (frames, pick(((1, length), (length, 1))))
+        for frames, length in (
+            (longer, (each + 1) * (geometry.window_side or 1) + 1),
+            (capacity.sequences - longer, each * (geometry.window_side or 1) + 1),
+        )
+        if frames
+    ]
+    return _clips(geometry, clips) if len(clips) <= capacity.items else None
+
+
+def _single_windows(geometry: ViTGeometry, capacity: Capacity, pick: _Pick) -> Batch | None:
+    side = geometry.window_side
+    if side is None or capacity.budget < side**2:
+        return None
+    most = min(_most_parts(capacity), capacity.budget // side**2)
+    return _stills(geometry, [(side, side)] * pick(range(most, 0, -1)))
+
+
+def _one_past_window(geometry: ViTGeometry, capacity: Capacity, pick: _Pick) -> Batch | None:
+    side = geometry.window_side
+    if side is None or capacity.budget < (side + 1) ** 2:
+        return None
+    return _stills(geometry, [(side + 1, side + 1)])
+
+
+def _has_slots(geometry: ViTGeometry) -> bool:
+    return geometry.sequences == "frame" and "video" in geometry.modalities
+
+
+def _clip_past_slots(past: int) -> _Edge:
+    """One clip with as many frames as a graph has sequence slots, and ``past`` more."""
+
+    def edge(geometry: ViTGeometry, capacity: Capacity, pick: _Pick) -> Batch | None:
+        frames = capacity.sequences + past
+        if not _has_slots(geometry) or frames < 1:
+            return None
+        # So wide that the tokens still fit, and the slots alone decide.
+        narrowest = (frames, geometry.merge_size, geometry.merge_size)
+        widest = capacity.budget // geometry.output_tokens(narrowest)
+        if not widest:
+            return None
+        return _clips(geometry, [(frames, _shape(pick(range(1, widest + 1)), pick))])
+
+    return edge
+
+
+def _clips_past_slots(past: int) -> _Edge:
+    """Two or more clips of single tokens that share the slots, and ``past`` frames more."""
+
+    def edge(geometry: ViTGeometry, capacity: Capacity, pick: _Pick) -> Batch | None:
+        frames = capacity.sequences + past
+        most = min(capacity.items, frames, _MOST_PARTS)
+        # Merged in twos and threes, frames take half as many tokens or fewer, or one.
+        worst = most + (frames - most) // 2 if geometry.temporal_merge == "halve" else frames
+        if not _has_slots(geometry) or most < 2 or worst > capacity.budget:
+            return None
+        parts = _parts(frames, pick(range(2, most + 1)), pick)
+        return _clips(geometry, [(part, (1, 1)) for part in parts])
+
+    return edge
+
+
+def _clip_fills(geometry: ViTGeometry, capacity: Capacity, pick: _Pick) -> Batch | None:
+    """The budget's tokens in several frames, where each frame counts."""
+    if "video" not in geometry.modalities or geometry.temporal_merge != "none":
+        return None
+    most = capacity.sequences if geometry.sequences == "frame" else capacity.budget
+    frames = [t for t in range(2, most + 1) if capacity.budget % t == 0]
+    if capacity.sequences < 1 or not frames:
+        return None
+    t = pick(frames)
+    return _clips(geometry, [(t, _shape(capacity.budget // t, pick))])
+
+
+def _three_frames_make_one(geometry: ViTGeometry, capacity: Capacity, pick: _Pick) -> Batch | None:
+    """The most patches for the tokens, where two frames become one."""
+    if geometry.temporal_merge != "halve" or "video" not in geometry.modalities:
+        return None
+    if capacity.sequences < (3 if geometry.sequences == "frame" else 1):
+        return None
+    return _clips(geometry, [(3, _shape(capacity.budget, pick))])
+
+
+def _above(geometry: ViTGeometry, capacity: Capacity, pick: _Pick) -> Batch | None:
+    tokens = pick(range(capacity.budget + 1, 2 * capacity.budget + 2))
+    return _stills(geometry, [_shape(tokens, pick)])
+
+
+def _above_among_others(geometry: ViTGeometry, capacity: Capacity, pick: _Pick) -> Batch | None:
+    around = [_shape(pick(range(1, capacity.budget + 1)), pick) for _ in range(2)]
+    tokens = pick(range(capacity.budget + 1, 2 * capacity.budget + 2))
+    return _stills(geometry, [around[0], _shape(tokens, pick), around[1]])
+
+
+_EDGES_OF_LARGEST: Mapping[str, _Edge] = {
+    "one merged token": _one_token,
+    "above every budget": _above,
+    "above every budget among others": _above_among_others,
+}
+
+_EDGES: Mapping[str, _Edge] = {
+    "one item fills the budget": _one_fills,
+    "one item fills the budget, turned": _one_fills_turned,
+    "several items fill the budget": _several_past_budget(0),
+    "two alike fill the budget": _two_alike,
+    "one item one row over": _one_row_over,
+    "several items one row over": _several_past_budget(1),
+    "smallest items up to the item limit": _items_past_limit(0),
+    "smallest items one above the item limit": _items_past_limit(1),
+    "a strip fills the budget": _longest_strip,
+    "a strip with the most windows": _strip_of_windows,
+    "images with the most windows": _images_of_most_windows,
+    "single whole windows": _single_windows,
+    "one row and column past a window": _one_past_window,
+}
+
+_EDGES_OF_CLIPS: Mapping[str, _Edge] = {
+    "one clip fills the budget": _clip_fills,
+    "clips with the most windows": _clips_of_most_windows,
+    "one clip takes every sequence slot": _clip_past_slots(0),
+    "one clip one frame above the slots": _clip_past_slots(1),
+    "several clips take every sequence slot": _clips_past_slots(0),
+    "several clips one frame above the slots": _clips_past_slots(1),
+    "three frames make one": _three_frames_make_one,
+}
+
+
+# -- settings --------------------------------------------------------------------------------------
+
+
+@st.composite
+def _graph_settings(draw: st.DrawFn, most_budget: int) -> GraphSettings:
+    budgets = draw(st.sets(st.integers(1, most_budget), min_size=1, max_size=3))
+    # One draw each: an alternative with fewer draws would count as simpler than a smaller number.
+    items = draw(st.sampled_from((0, 1, 2, 3, 5, 8, min(budgets) + 1)))
+    frames = draw(st.sampled_from((None, 0, 1, 2, 5, 12)))
+    return GraphSettings(tuple(sorted(budgets)), items, frames)
+
+
+def graph_settings(*, most_budget: int = 160) -> SearchStrategy[GraphSettings]:
+    """vLLM's three settings of encoder graphs: one to three budgets from 1 token up, automatic and
+    small limits on items (also above the smallest budget) and frames.
+
+    Raises:
+        ValueError: ``most_budget`` is below 1.
+    """
+    _check_positive(most_budget=most_budget)
+    return _graph_settings(most_budget)
+
+
+# -- configurations --------------------------------------------------------------------------------
+
+VISION_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+"""Families that :func:`vision_configs` knows."""
+
+_MOST_DEPTH = 4
+_MOST_WINDOW_SIDE = 5
+_MOST_DEEPSTACK_LEVELS = 3  # one a layer of the checkpoint's text model
+
+
+def vision_configs(family: str) -> SearchStrategy[dict[str, Any]]:
+    """Entries of ``vision_config`` to replace in a tiny checkpoint's configuration.
+
+    Depth 1 to 4, patch, temporal patch and merge size, heads; the window side from 1 to 5 merged
+    tokens and any set of layers with full attention (none and all of them too); any set of up to
+    three deepstack layers, and the table of learned positions. Widths stay, so the text model fits;
+    the checkpoint's own weights do not, so the model needs random ones.
+
+    Args:
+        family: One of :data:`VISION_FAMILIES`.
+
+    Raises:
+        ValueError: The family has no configurations here.
+    """
+    if family not in VISION_FAMILIES:
+        raise ValueError(
+            f"family={family!r} has no vision configurations; use one of "
+            f"{', '.join(VISION_FAMILIES)}, or add it to vision_configs()"
+        )
+    return _vision_configs(family)
+
+
+# What vLLM cannot build or run, and so is never drawn: in_channels other than 3 (it normalises
+# three colours); a window smaller than one merged token; another merge size for Qwen2-VL (its
+# merger is made with 2, whatever the configuration says).
+@st.composite
+def _vision_configs(draw: st.DrawFn, family: str) -> dict[str, Any]:
+    depth = draw(_up_to(_MOST_DEPTH))
+    patch = draw(_one_of((16, 14, 8) if family.startswith("qwen3") else (14, 16, 8)))
+    config = {
+        "depth": depth,
+        "patch_size": patch,
+        "temporal_patch_size": draw(_one_of((2, 1))),
+        "num_heads": draw(_one_of((4, 2))),
+    }
+    if family == "qwen2_vl":
+        return config
+    merge = draw(_one_of((2, 1, 3)))
+    some = draw(st.lists(st.booleans(), min_size=depth, max_size=depth))
+    layers = [layer for layer in range(depth) if some[layer]]
+    config["spatial_merge_size"] = merge
+    if family == "qwen2_5_vl":
+        side = draw(_up_to(_MOST_WINDOW_SIDE))
+        return config | {"window_size": side * merge * patch, "fullatt_block_indexes": layers}
+    return config | {
+        "deepstack_visual_indexes": layers[-_MOST_DEEPSTACK_LEVELS:],
+        "num_position_embeddings": draw(_one_of((256, 25, 1))),
+    }
