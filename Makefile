@@ -27,7 +27,7 @@ demo: env  ## serve a tiny Qwen2.5-VL twice, eager and with encoder graphs, and 
 
 test: env  ## the tests and their coverage (TESTS=path for some of them, PYTEST_FLAGS=... for other flags)
 	HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-ci} HF_HUB_OFFLINE=1 \
-	    $(PY) -m pytest -q $(PYTEST_FLAGS) $(if $(WHOLE),--cov= --cov-report=json:$(REPORT)) $(TESTS)
+	    $(PY) -m pytest -q $(PYTEST_FLAGS) $(if $(WHOLE),--cov --cov-report=json:$(REPORT)) $(TESTS)
 	$(if $(WHOLE),@$(PY) tests/tools/coverage_gate.py $(REPORT))
 
 fuzz: env  ## each property 5,000 times; goes on where it was left (TESTS=path, FUZZ_FLAGS="--minutes 60")

@@ -209,17 +209,19 @@ def test_processed_grids_are_the_real_processors() -> None:
 
 @pytest.mark.parametrize("most_tokens", [30, 120])
 def test_aspect_ratios_reach_what_is_accepted_and_never_pass_it(most_tokens: int) -> None:
-    """Also where such a strip passes the processor's own limit, and the limit has to come down."""
+    """Also for strips that pass the processor's own limit, which has to come down for them."""
     ratios: list[float] = []
+    large: list[bool] = []
     resize = image_processing_qwen2_vl.smart_resize
 
     def recorded(height: int, width: int, **limits: int) -> tuple[int, int]:
         ratios.append(width / height)
+        large.append(min(height, width) > 28)
         return resize(height, width, **limits)
 
     with mock.patch.object(image_processing_qwen2_vl, "smart_resize", recorded):
         strategy = processed_grids(QWEN, most_tokens=most_tokens)
-    of_grids = drawn(strategy.map(lambda grid: ratios[-1]), 800)
+    of_grids = drawn(strategy.map(lambda grid: ratios[-1] if large[-1] else 1), 800)
     assert 150 < max(of_grids) <= max(ratios) <= 200
     assert 1 / 200 <= min(ratios) <= min(of_grids) < 1 / 150
     with pytest.raises(ValueError, match="aspect ratio"):
@@ -287,7 +289,7 @@ Check = Callable[[ViTGeometry, Capacity, Batch], bool]
 
 def total(geometry: ViTGeometry, grids: Iterable[Grid]) -> Usage:
     uses = [geometry.usage(grid) for grid in grids]
-    names = ("patches", "tokens", "sequences", "windows")
+    names = ("patches", "tokens", "sequences", "windows", "frames")
     return Usage(**{name: sum(getattr(use, name) for use in uses) for name in names})
 
 
@@ -323,13 +325,22 @@ def has_most_windows(g: ViTGeometry, c: Capacity, b: Batch) -> bool:
     return fits(g, c, b) and total(g, b.grids).windows == c.windows
 
 
+def frame_slots(g: ViTGeometry, c: Capacity) -> int:
+    """Most video frames of a step: of the sequence slots and the user's limit the lower one."""
+    limits = (c.frames, c.sequences if g.sequences == "frame" else None)
+    return min(limit for limit in limits if limit is not None)
+
+
 def fills_slots(g: ViTGeometry, c: Capacity, b: Batch) -> bool:
-    return b.modality == "video" and fits(g, c, b) and total(g, b.grids).sequences == c.sequences
+    frames = total(g, b.grids).frames
+    return b.modality == "video" and fits(g, c, b) and frames == frame_slots(g, c)
 
 
 def above_slots(g: ViTGeometry, c: Capacity, b: Batch) -> bool:
     # The bound on windows is made for so many frames, and grows with the slots.
-    return b.modality == "video" and only_too_many(g, c, b, sequences=1, windows=1)
+    room = {"sequences": 1, "windows": 1} if frame_slots(g, c) == c.sequences else {}
+    room |= {"frames": 1} if frame_slots(g, c) == c.frames else {}
+    return b.modality == "video" and only_too_many(g, c, b, **room)
 
 
 def single_tokens(g: ViTGeometry, b: Batch) -> bool:
@@ -392,13 +403,11 @@ CHECKS: dict[str, Check] = {
     "clips with the most windows": lambda g, c, b: (
         b.modality == "video" and has_most_windows(g, c, b)
     ),
-    "one clip takes every sequence slot": lambda g, c, b: (
-        len(b.grids) == 1 and fills_slots(g, c, b)
-    ),
+    "one clip takes every frame slot": lambda g, c, b: len(b.grids) == 1 and fills_slots(g, c, b),
     "one clip one frame above the slots": lambda g, c, b: (
         len(b.grids) == 1 and above_slots(g, c, b)
     ),
-    "several clips take every sequence slot": lambda g, c, b: (
+    "several clips take every frame slot": lambda g, c, b: (
         len(b.grids) > 1 and fills_slots(g, c, b)
     ),
     "several clips one frame above the slots": lambda g, c, b: (
@@ -418,9 +427,9 @@ OF_WINDOWS = {
     "one row and column past a window",
 }
 OF_SLOTS = {
-    "one clip takes every sequence slot",
+    "one clip takes every frame slot",
     "one clip one frame above the slots",
-    "several clips take every sequence slot",
+    "several clips take every frame slot",
     "several clips one frame above the slots",
 }
 NOT_HALVED = {"three frames make one"}
@@ -504,23 +513,27 @@ def test_each_check_can_fail(kind: str) -> None:
 
 
 @every_geometry
+@pytest.mark.parametrize("in_capacity", [False, True])
 @pytest.mark.parametrize("frames", [0, 1, 3])
-def test_edges_of_a_users_limit_on_frames(name: str, frames: int) -> None:
+def test_edges_of_a_users_limit_on_frames(name: str, in_capacity: bool, frames: int) -> None:
+    """Given beside the capacities, or in them, as the manager has it."""
     geometry = GEOMETRIES[name]
     capacities = capacities_of(geometry, "few items")
+    limited = [replace(capacity, frames=frames) for capacity in capacities]
     kinds = set()
-    for kind, capacity, batch in named(geometry, capacities, frames):
+    beside = None if in_capacity else frames
+    for kind, capacity, batch in named(geometry, limited if in_capacity else capacities, beside):
         if kind in OF_CLIPS:
-            within = replace(capacity, sequences=frames)
+            within = replace(capacity, frames=frames)
             assert kind == "clips with the most windows" or CHECKS[kind](geometry, within, batch)
             assert fits(geometry, within, batch) != ("above" in kind)
         else:
-            assert CHECKS[kind](geometry, capacity, batch)
+            assert CHECKS[kind](geometry, replace(capacity, frames=None), batch)
         kinds.add(kind)
-    has_slots = bool(OF_SLOTS - MISSING[name])
-    assert ("one clip one frame above the slots" in kinds) == has_slots
-    assert ("one clip takes every sequence slot" in kinds) == (has_slots and frames > 0)
-    assert ("several clips take every sequence slot" in kinds) == (has_slots and frames > 1)
+    has_clips = "video" in geometry.modalities
+    assert ("one clip one frame above the slots" in kinds) == has_clips
+    assert ("one clip takes every frame slot" in kinds) == (has_clips and frames > 0)
+    assert ("several clips take every frame slot" in kinds) == (has_clips and frames > 1)
 
 
 def test_edges_of_nothing_are_refused() -> None:
@@ -699,6 +712,7 @@ def assert_shows(model: Any, vision: dict[str, Any]) -> None:
         assert declared.window_side == vision["window_size"] // unit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", strategies.VISION_FAMILIES)
 def test_vllm_builds_and_runs_every_configuration(family: str) -> None:
     def builds(vision: dict[str, Any]) -> None:

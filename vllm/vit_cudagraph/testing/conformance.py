@@ -145,8 +145,10 @@ class EncoderGraphConformance:
 
     def test_named_edges(self) -> None:
         """One batch of each kind of edge, for each graph."""
-        capacities = [graph.capacity for graph in self.manager().captured.values()]
-        named = strategies.named_edges(self.subject().geometry, capacities)
+        manager = self.manager()
+        capacities = [graph.capacity for graph in manager.captured.values()]
+        frames = manager.settings.limits.frames
+        named = strategies.named_edges(self.subject().geometry, capacities, frames=frames)
         assert named
         for name, batch in named.items():
             try:
@@ -385,8 +387,10 @@ def _videos(suite: EncoderGraphConformance) -> st.SearchStrategy[Batch]:
 
 
 def _edges(suite: EncoderGraphConformance) -> st.SearchStrategy[Batch]:
-    capacities = [graph.capacity for graph in suite.manager().captured.values()]
-    return strategies.edges(suite.subject().geometry, capacities)
+    manager = suite.manager()
+    capacities = [graph.capacity for graph in manager.captured.values()]
+    frames = manager.settings.limits.frames
+    return strategies.edges(suite.subject().geometry, capacities, frames=frames)
 
 
 def _pairs(suite: EncoderGraphConformance) -> st.SearchStrategy[tuple[Batch, Batch]]:
@@ -427,7 +431,7 @@ def _settings_and_batches(suite: EncoderGraphConformance) -> st.SearchStrategy[A
                 geometry, most_items=12, most_tokens=small, most_videos=6, most_video_tokens=small
             ),
             strategies.batches(geometry, most_tokens=above, most_video_tokens=above),
-            strategies.edges(geometry, capacities),
+            strategies.edges(geometry, capacities, frames=chosen.frames),
         )
         return st.tuples(st.just(chosen), st.lists(batches, min_size=1, max_size=2).map(tuple))
 

@@ -204,7 +204,7 @@ def one_rank(experts: bool = False) -> None:
             rank=0,
             distributed_init_method=f"file://{_scratch() / 'rendezvous'}",
             local_rank=0,
-            backend="nccl" if place().device == "cuda" else "gloo",
+            backend="gloo",  # on a GPU as well: one rank sends nothing
         )
     initialize_model_parallel(1, 1)
 

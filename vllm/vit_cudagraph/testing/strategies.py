@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hypothesis strategies for what an encoder may be given: grids, batches, settings, configurations.
 
-They take a :class:`~vllm.vit_cudagraph.geometry.ViTGeometry`, never a model, and import no torch.
-Everything shrinks towards one image of one merged token with seed 0.
+They take a :class:`~vllm.vit_cudagraph.geometry.ViTGeometry`, never a model. Everything shrinks
+towards one image of one merged token with seed 0.
 
 * :func:`grids`, :func:`images`, :func:`videos` and :func:`batches` draw any input;
   :func:`processed_grids` draws what a real processor makes of a picture in pixels.
@@ -381,8 +381,8 @@ def edges(
 
     Args:
         capacities: Of the captured graphs, in any order; at least one.
-        frames: The user's limit on video frames in a step (``Limits.frames``), which may be below
-            the sequence slots: these have room for images too.
+        frames: The user's limit on video frames in a step (``Limits.frames``), where the
+            capacities do not say it; it may be below the sequence slots, which images use too.
 
     Raises:
         ValueError: ``capacities`` is empty.
@@ -401,8 +401,8 @@ def named_edges(
 
     Args:
         capacities: Of the captured graphs, in any order; at least one.
-        frames: The user's limit on video frames in a step (``Limits.frames``), which may be below
-            the sequence slots: these have room for images too.
+        frames: The user's limit on video frames in a step (``Limits.frames``), where the
+            capacities do not say it; it may be below the sequence slots, which images use too.
 
     Raises:
         ValueError: ``capacities`` is empty.
@@ -419,10 +419,15 @@ def _edges_that_exist(
         raise ValueError("capacities is empty; give the capacity of at least one graph")
     ordered = sorted(capacities, key=lambda capacity: capacity.budget)
     chosen = {name: (edge, ordered[-1]) for name, edge in _EDGES_OF_LARGEST.items()}
-    for kinds, most in ((_EDGES, None), (_EDGES_OF_CLIPS, frames)):
+    chosen |= {
+        f"{name} [{capacity.budget}]": (edge, capacity)
+        for name, edge in _EDGES.items()
+        for capacity in ordered
+    }
+    if "video" in geometry.modalities:
         chosen |= {
-            f"{name} [{capacity.budget}]": (edge, _with_slots(capacity, most))
-            for name, edge in kinds.items()
+            f"{name} [{capacity.budget}]": (edge, _for_videos(capacity, frames))
+            for name, edge in _EDGES_OF_CLIPS.items()
             for capacity in ordered
         }
     return {
@@ -432,11 +437,10 @@ def _edges_that_exist(
     }
 
 
-def _with_slots(capacity: Capacity, frames: int | None) -> Capacity:
-    """``capacity`` as far as videos may use it."""
-    if frames is None:
-        return capacity
-    return replace(capacity, sequences=min(capacity.sequences, frames))
+def _for_videos(capacity: Capacity, frames: int | None) -> Capacity:
+    """``capacity`` as far as videos may use it: the lower of two limits on frames, if any."""
+    limits = [limit for limit in (capacity.frames, frames) if limit is not None]
+    return replace(capacity, frames=min(limits, default=None))
 
 
 @st.composite
@@ -562,18 +566,20 @@ def _strip_of_windows(geometry: ViTGeometry, capacity: Capacity, pick: _Pick) ->
     return _stills(geometry, [pick(((1, length), (length, 1)))])
 
 
-def _full_strips(geometry: ViTGeometry, capacity: Capacity) -> tuple[int, int] | None:
-    """Whole windows that the budget leaves beside one token a sequence, as what each strip gets and
-    how many get one more. Strips of so many windows and a token reach the bound on windows."""
+def _full_strips(
+    geometry: ViTGeometry, capacity: Capacity, frames: int | None
+) -> tuple[int, int] | None:
+    """Whole windows that the budget leaves beside one token a frame, as what each strip gets and
+    how many get one more. Strips of so many windows and a token have the most windows that so many
+    frames can have; where they take every sequence slot, they reach the bound."""
     plain = geometry.sequences == "frame" and geometry.temporal_merge == "none"
-    if geometry.window_side is None or not plain or capacity.sequences < 1:
+    if geometry.window_side is None or not plain or not frames:
         return None
-    whole = (capacity.budget - capacity.sequences) // geometry.window_side
-    return divmod(whole, capacity.sequences)
+    return divmod((capacity.budget - frames) // geometry.window_side, frames)
 
 
 def _images_of_most_windows(geometry: ViTGeometry, capacity: Capacity, pick: _Pick) -> Batch | None:
-    full = _full_strips(geometry, capacity)
+    full = _full_strips(geometry, capacity, capacity.sequences)
     if full is None or capacity.items < capacity.sequences:
         return None
     each, longer = full
@@ -585,13 +591,14 @@ def _images_of_most_windows(geometry: ViTGeometry, capacity: Capacity, pick: _Pi
 
 
 def _clips_of_most_windows(geometry: ViTGeometry, capacity: Capacity, pick: _Pick) -> Batch | None:
-    if "video" not in geometry.modalities or capacity.sequences < 1:
-        return None
+    slots = _frame_slots(geometry, capacity)
     if geometry.window_side is not None and geometry.sequences == "item":
         # A token is a window of its own where it is a frame of its own.
-        one_frame_a_token = geometry.temporal_merge == "none"
-        return _clips(geometry, [(capacity.budget, (1, 1))]) if one_frame_a_token else None
-    full = _full_strips(geometry, capacity)
+        allowed = slots is None or slots >= capacity.budget
+        if geometry.temporal_merge != "none" or not allowed:
+            return None
+        return _clips(geometry, [(capacity.budget, (1, 1))])
+    full = _full_strips(geometry, capacity, slots)
     if full is None:
         return None
     each, longer = full
@@ -599,7 +606,7 @@ def _clips_of_most_windows(geometry: ViTGeometry, capacity: Capacity, pick: _Pic
         (frames, pick(((1, length), (length, 1))))
         for frames, length in (
             (longer, (each + 1) * (geometry.window_side or 1) + 1),
-            (capacity.sequences - longer, each * (geometry.window_side or 1) + 1),
+            ((slots or 0) - longer, each * (geometry.window_side or 1) + 1),
         )
         if frames
     ]
@@ -621,36 +628,41 @@ def _one_past_window(geometry: ViTGeometry, capacity: Capacity, pick: _Pick) -> 
     return _stills(geometry, [(side + 1, side + 1)])
 
 
-def _has_slots(geometry: ViTGeometry) -> bool:
-    return geometry.sequences == "frame" and "video" in geometry.modalities
+def _frame_slots(geometry: ViTGeometry, capacity: Capacity) -> int | None:
+    """Most video frames of a step; None where nothing counts them."""
+    slots = [capacity.sequences] if geometry.sequences == "frame" else []
+    return min(slots + ([] if capacity.frames is None else [capacity.frames]), default=None)
 
 
 def _clip_past_slots(past: int) -> _Edge:
-    """One clip with as many frames as a graph has sequence slots, and ``past`` more."""
+    """One clip with as many frames as a step may have, and ``past`` more."""
 
     def edge(geometry: ViTGeometry, capacity: Capacity, pick: _Pick) -> Batch | None:
-        frames = capacity.sequences + past
-        if not _has_slots(geometry) or frames < 1:
+        slots = _frame_slots(geometry, capacity)
+        if slots is None or slots + past < 1:
             return None
-        # So wide that the tokens still fit, and the slots alone decide.
-        narrowest = (frames, geometry.merge_size, geometry.merge_size)
-        widest = capacity.budget // geometry.output_tokens(narrowest)
+        # So wide that the rest still fits, and the frames alone decide.
+        narrowest = geometry.usage((slots + past, geometry.merge_size, geometry.merge_size))
+        widest = min(capacity.budget // narrowest.tokens, capacity.patches // narrowest.patches)
         if not widest:
             return None
-        return _clips(geometry, [(frames, _shape(pick(range(1, widest + 1)), pick))])
+        return _clips(geometry, [(slots + past, _shape(pick(range(1, widest + 1)), pick))])
 
     return edge
 
 
 def _clips_past_slots(past: int) -> _Edge:
-    """Two or more clips of single tokens that share the slots, and ``past`` frames more."""
+    """Two or more clips of single tokens that share the frames of a step, and ``past`` more."""
 
     def edge(geometry: ViTGeometry, capacity: Capacity, pick: _Pick) -> Batch | None:
-        frames = capacity.sequences + past
+        slots = _frame_slots(geometry, capacity)
+        if slots is None:
+            return None
+        frames = slots + past
         most = min(capacity.items, frames, _MOST_PARTS)
         # Merged in twos and threes, frames take half as many tokens or fewer, or one.
         worst = most + (frames - most) // 2 if geometry.temporal_merge == "halve" else frames
-        if not _has_slots(geometry) or most < 2 or worst > capacity.budget:
+        if most < 2 or worst > capacity.budget:
             return None
         parts = _parts(frames, pick(range(2, most + 1)), pick)
         return _clips(geometry, [(part, (1, 1)) for part in parts])
@@ -660,11 +672,10 @@ def _clips_past_slots(past: int) -> _Edge:
 
 def _clip_fills(geometry: ViTGeometry, capacity: Capacity, pick: _Pick) -> Batch | None:
     """The budget's tokens in several frames, where each frame counts."""
-    if "video" not in geometry.modalities or geometry.temporal_merge != "none":
-        return None
-    most = capacity.sequences if geometry.sequences == "frame" else capacity.budget
+    slots = _frame_slots(geometry, capacity)
+    most = capacity.budget if slots is None else min(slots, capacity.budget)
     frames = [t for t in range(2, most + 1) if capacity.budget % t == 0]
-    if capacity.sequences < 1 or not frames:
+    if geometry.temporal_merge != "none" or not frames:
         return None
     t = pick(frames)
     return _clips(geometry, [(t, _shape(capacity.budget // t, pick))])
@@ -672,9 +683,8 @@ def _clip_fills(geometry: ViTGeometry, capacity: Capacity, pick: _Pick) -> Batch
 
 def _three_frames_make_one(geometry: ViTGeometry, capacity: Capacity, pick: _Pick) -> Batch | None:
     """The most patches for the tokens, where two frames become one."""
-    if geometry.temporal_merge != "halve" or "video" not in geometry.modalities:
-        return None
-    if capacity.sequences < (3 if geometry.sequences == "frame" else 1):
+    slots = _frame_slots(geometry, capacity)
+    if geometry.temporal_merge != "halve" or (slots is not None and slots < 3):
         return None
     return _clips(geometry, [(3, _shape(capacity.budget, pick))])
 
@@ -715,9 +725,9 @@ _EDGES: Mapping[str, _Edge] = {
 _EDGES_OF_CLIPS: Mapping[str, _Edge] = {
     "one clip fills the budget": _clip_fills,
     "clips with the most windows": _clips_of_most_windows,
-    "one clip takes every sequence slot": _clip_past_slots(0),
+    "one clip takes every frame slot": _clip_past_slots(0),
     "one clip one frame above the slots": _clip_past_slots(1),
-    "several clips take every sequence slot": _clips_past_slots(0),
+    "several clips take every frame slot": _clips_past_slots(0),
     "several clips one frame above the slots": _clips_past_slots(1),
     "three frames make one": _three_frames_make_one,
 }

@@ -22,6 +22,7 @@ from vllm.vit_cudagraph.manager import EncoderGraphManager
 from vllm.vit_cudagraph.planning import Step
 from vllm.vit_cudagraph.testing.models import place
 from vllm.vit_cudagraph.testing.oracles import Mismatch, assert_close, capture_faults, tail_faults
+from vllm.vit_cudagraph.testing.pool import PoolPoison
 from vllm.vit_cudagraph.testing.strategies import Batch, GraphSettings
 
 MakeKwargs = Callable[[Any, Batch], dict[str, Any]]
@@ -60,7 +61,7 @@ class _CountedGraph:
         self.replays += 1
 
     def pool_tensors(self) -> Any:
-        # What lies in a CUDA graph's pool cannot be listed.
+        # A CUDA graph has no list of them; see PoolPoison.
         return getattr(self.graph, "pool_tensors", tuple)()
 
 
@@ -82,7 +83,10 @@ class WatchedManager(EncoderGraphManager):
 
     def capture(self, graph_pool: Any) -> None:
         self._counted: list[_CountedGraph] = []
+        self._poison: PoolPoison | None = None
         super().capture(graph_pool)
+        if self.captured and self.device.type == "cuda":
+            self._poison = PoolPoison(graph_pool)
 
     def _capture(self, budget: int) -> CapturedBudget:
         captured = super()._capture(budget)
@@ -135,6 +139,8 @@ class WatchedManager(EncoderGraphManager):
             for counted in self._counted:
                 for tensor in counted.pool_tensors():
                     _spoil(tensor)
+            if self._poison is not None:
+                self._poison.replay()
             if self._pixels is not None:
                 rows = self._pixels.rows
                 rows.fill_(1e4 if rows.is_floating_point() else 255)

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The conformance suite on a GPU: real CUDA graphs, real attention kernels, a table at the end.
+
+    python tests/tools/gpu_suite.py                                   # FlashAttention, bfloat16
+    python tests/tools/gpu_suite.py --attention TRITON_ATTN --dtype float16 --examples 20
+    python tests/tools/gpu_suite.py --only planted_fault --jobs 4
+
+Needs a vLLM for GPUs with this package, pytest and hypothesis; not pytest-timeout. It runs one
+pytest process a class of ``tests/test_conformance.py``, several at a time on the one GPU, because a
+tiny tower leaves it idle. Ends with 1 if a test failed or a class ran none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+SUITE = ROOT / "tests" / "test_conformance.py"
+WORST = re.compile(r"largest error against (.*), torch\.(\w+): (\S+) of (\S+) allowed")
+COUNT = re.compile(r"(\d+) (passed|failed|skipped|error)")
+EXAMPLES = re.compile(r"during generate phase.*?(\d+) passing, (\d+) failing", re.DOTALL)
+
+
+def classes() -> list[str]:
+    """The suite's test classes, those for a GPU alone included."""
+    return re.findall(r"class (Test\w+)", SUITE.read_text())
+
+
+def run(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """One class in a process of its own; what its output says of it."""
+    environment = os.environ | {
+        "VIT_CUDAGRAPH_TEST_DEVICE": "cuda",
+        "VIT_CUDAGRAPH_TEST_DTYPE": options.dtype,
+        "VIT_CUDAGRAPH_TEST_ATTENTION": options.attention,
+        "VIT_CUDAGRAPH_EXAMPLES": str(options.examples),
+        "HYPOTHESIS_PROFILE": "gpu",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    }
+    command = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-p", "no:cacheprovider"]
+    command += ["-ra", "--tb=short", "--show-capture=no", "--hypothesis-show-statistics"]
+    command += [f"{SUITE}::{name}", *(["-k", options.only] if options.only else [])]
+    start = time.time()
+    log = options.logs / f"{name}.log"
+    with log.open("w") as out:
+        try:
+            status = subprocess.run(
+                command, env=environment, stdout=out, stderr=out, timeout=options.seconds
+            ).returncode
+        except subprocess.TimeoutExpired:
+            status = -1
+    text = log.read_text()
+    summary = next((line for line in reversed(text.splitlines()) if " in " in line), "")
+    return {
+        "class": name,
+        "status": status,
+        "seconds": round(time.time() - start),
+        "counts": {what: int(number) for number, what in COUNT.findall(summary)},
+        "examples": sum(int(good) + int(bad) for good, bad in EXAMPLES.findall(text)),
+        "worst": [list(found) for found in WORST.findall(text)],
+        "failed": sorted(set(re.findall(r"^FAILED \S+::(.*)$", text, re.MULTILINE))),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16"])
+    parser.add_argument("--attention", default="FLASH_ATTN", choices=["FLASH_ATTN", "TRITON_ATTN"])
+    parser.add_argument("--examples", type=int, default=40, help="of each property")
+    parser.add_argument("--only", default="", help="pytest -k, besides the class")
+    parser.add_argument("--classes", default="", help="names, comma-separated; all by default")
+    parser.add_argument("--jobs", type=int, default=8)
+    parser.add_argument("--seconds", type=int, default=500, help="limit of one class")
+    parser.add_argument("--logs", type=Path, default=Path("/tmp/gpu_suite"))
+    parser.add_argument("--json", type=Path, help="write the table here as well")
+    options = parser.parse_args()
+    options.logs.mkdir(parents=True, exist_ok=True)
+    chosen = options.classes.split(",") if options.classes else classes()
+    with ThreadPoolExecutor(options.jobs) as pool:
+        rows = list(pool.map(lambda name: run(name, options), chosen))
+    for row in rows:
+        print(f"{row['class']:<18} {row['seconds']:>4} s  {row['examples']:>6} examples", end="  ")
+        print(", ".join(f"{number} {what}" for what, number in row["counts"].items()) or "none ran")
+        for what, dtype, worst, allowed in row["worst"]:
+            print(f"    {what} ({dtype}): {worst} of {allowed}")
+        for failed in row["failed"]:
+            print(f"    FAILED {failed[:230]}")
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+    return int(any(row["status"] or not row["counts"].get("passed") for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
