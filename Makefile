@@ -26,6 +26,7 @@ demo: env  ## serve a tiny Qwen2.5-VL twice, eager and with encoder graphs, and 
 	@$(PY) docs/examples/demo.py
 
 test: env  ## the tests and their coverage (TESTS=path for some of them, PYTEST_FLAGS=... for other flags)
+	@rm -f $(REPORT)
 	HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-ci} HF_HUB_OFFLINE=1 \
 	    $(PY) -m pytest -q $(PYTEST_FLAGS) $(if $(WHOLE),--cov --cov-report=json:$(REPORT)) $(TESTS)
 	$(if $(WHOLE),@$(PY) tests/tools/coverage_gate.py $(REPORT))

@@ -16,8 +16,14 @@ from vllm.vit_cudagraph.testing.subject import Subject
 
 
 @cache
+def family_config(family: str) -> VllmConfig:
+    return models.make_config(family)
+
+
+@cache
 def transformers_tower(family: str) -> TransformersTower:
-    return TransformersTower(models.checkpoint(family), models.place().torch_device)
+    folder = models.checkpoint(family, shallow=True)
+    return TransformersTower(folder, models.place().torch_device)
 
 
 class QwenConformance(EncoderGraphConformance):
@@ -32,13 +38,13 @@ class QwenConformance(EncoderGraphConformance):
 
     @classmethod
     def make_model(cls) -> Subject:
-        config = models.make_config(cls.family)
+        config = models.make_config(models.checkpoint(cls.family, shallow=True))
         model = models.build_model(config, fill=models.load_weights(config))
         return Subject(model, config)
 
     @classmethod
     def make_variant(cls, options: dict[str, Any]) -> Subject:
-        config = models.make_config(cls.family, vision=options)
+        config = models.with_vision(family_config(cls.family), options)
         return Subject(models.build_model(config), config)
 
     def reference(
@@ -86,13 +92,8 @@ class TestSynthetic(EncoderGraphConformance):
         return synthetic.reference(subject.model, mm_kwargs)
 
 
-@cache
-def synthetic_config() -> VllmConfig:
-    return models.make_config("qwen2_vl")
-
-
 def synthetic_subject(**shape: Any) -> Subject:
-    config = synthetic_config()
+    config = family_config("qwen2_vl")
     with set_current_vllm_config(config):
         models.one_rank()
     return Subject(synthetic.make_synthetic(config=config, **shape), config)

@@ -90,17 +90,23 @@ def test_what_passed_is_run_again_only_for_a_reason(folder: Folder) -> None:
         @given(n=st.booleans())
         def test_finite(n): pass
         def test_skipped(): pytest.skip("no GPU here")
+        from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
+        class Machine(RuleBasedStateMachine):
+            @rule(n=st.integers())
+            def check(self, n): pass
+        def test_machine(): run_state_machine_as_test(lambda: Machine())
     """
     folder.write("tests/test_p.py", HEADER, good)
     folder.write("tests/test_q.py", "def test_not_marked(): assert False")
     status, output = folder.run()
-    assert (status, "4 properties: 0 passed before, 3 passed now, 1 skipped, 0 failed, 0 left") == (
+    assert (status, "5 properties: 0 passed before, 4 passed now, 1 skipped, 0 failed, 0 left") == (
         fuzz.DONE,
         output.splitlines()[-1],
     )
     entries = folder.state()
     assert {entries[f"test_good[{name}]"]["examples"] for name in ("a b", "c")} == {40}
     assert entries["test_finite"]["examples"] == 2
+    assert entries["test_machine"]["examples"] == 40
     assert "fewer than 40, because nothing left to do" in output
     assert "no GPU here" in output
     assert entries["test_good[c]"].keys() >= {"digest", "result", "seconds", "asked", "date"}
@@ -111,11 +117,11 @@ def test_what_passed_is_run_again_only_for_a_reason(folder: Folder) -> None:
         return int(output.split()[0])
 
     assert to_run() == 1  # what was skipped
-    assert to_run("--again") == 4
-    assert to_run(EXAMPLES="41") == 4
+    assert to_run("--again") == 5
+    assert to_run(EXAMPLES="41") == 5
     assert to_run(EXAMPLES="40") == 1  # more than asked is enough
     folder.write("tests/test_q.py", "def test_not_marked(): assert False, 'changed'")
-    assert to_run(EXAMPLES="41") == 4
+    assert to_run(EXAMPLES="41") == 5
 
 
 FAILING = """
@@ -127,7 +133,7 @@ FAILING = """
     @given(n=st.integers())
     @example(n=3)
     def test_explicit(n): assert n != 3
-    from hypothesis.stateful import RuleBasedStateMachine, rule
+    from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
     class Machine(RuleBasedStateMachine):
         total = 0
         @rule(k=st.integers(0, 5))
@@ -135,6 +141,7 @@ FAILING = """
             self.total += k
             assert self.total < 7
     TestMachine = Machine.TestCase
+    def test_machine(): run_state_machine_as_test(lambda: Machine())
     class Base:
         @given(n=st.integers())
         def test_inherited(self, n): assert n < self.limit
@@ -158,6 +165,7 @@ def test_a_failure_is_shown_and_replayed(folder: Folder, tmp_path_factory: Any) 
         "test_two": (r"n=1001,", ["ValueError: far off", "KeyError: 'far off'"]),
         "test_explicit": (r"test_explicit\(\s+n=3,", ["assert 3 != 3"]),
         "TestMachine::runTest": (r"state\.add\(k=\d\)", ["assert 7 < 7"]),
+        "test_machine": (r"state\.add\(k=\d\)", ["assert 7 < 7"]),
         "TestFifty::test_inherited": (r"n=50,", ["assert 50 < 50"]),
         "TestSixty::test_inherited": (r"n=60,", ["assert 60 < 60"]),
     }
@@ -185,7 +193,7 @@ def test_a_failure_is_shown_and_replayed(folder: Folder, tmp_path_factory: Any) 
 
 def test_a_replay_runs_the_example_and_no_other(folder: Folder) -> None:
     source = """
-        from hypothesis.stateful import RuleBasedStateMachine, rule
+        from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
         @given(n=st.integers())
         def test_bad(n):
             print("ran", n)
@@ -196,11 +204,12 @@ def test_a_replay_runs_the_example_and_no_other(folder: Folder) -> None:
                 print("ran", n)
                 assert n < LIMIT
         TestMachine = Machine.TestCase
+        def test_machine(): run_state_machine_as_test(Machine)
     """
     folder.write("tests/test_p.py", HEADER, source.replace("LIMIT", "100"))
     _, output = folder.run()
     folder.write("tests/test_p.py", HEADER, source.replace("LIMIT", "float('inf')"))
-    for name in ("test_bad", "TestMachine::runTest"):
+    for name in ("test_bad", "TestMachine::runTest", "test_machine"):
         (command,) = replays(output, f"tests/test_p.py::{name}")
         done = subprocess.run(shlex.split(command), capture_output=True, text=True)
         assert "DidNotReproduce" in done.stdout

@@ -13,11 +13,10 @@ import torch.nn.functional as F
 import towers
 
 from vllm.config import CompilationConfig, VllmConfig
-from vllm.vit_cudagraph.graphs import GraphCaptureError, backend_for, cuda
+from vllm.vit_cudagraph.graphs import GraphCaptureError, backend_for, cuda, no_collection
 from vllm.vit_cudagraph.graphs.recorded import (
     RecordedBackend,
     RecordedGraph,
-    _no_collection,
     _OperatorRecorder,
 )
 from vllm.vit_cudagraph.testing import reference_attention
@@ -530,7 +529,7 @@ def test_finalisers_of_other_tensors_are_no_part_of_a_recording() -> None:
     forward()
     others.extend(ReadsAtTheEnd() for _ in range(50))
     recorder = _OperatorRecorder()
-    with _no_collection(), recorder:
+    with no_collection(), recorder:
         forward()
     assert recorder.refused is None
     assert len(recorder.graph) == 2

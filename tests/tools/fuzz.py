@@ -73,7 +73,7 @@ def pytest_command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "pytest", "-p", "fuzz_plugin", "--timeout=0", *arguments]
 
 
-def collect(root: Path, paths: list[str]) -> dict[str, int | None]:
+def collect(root: Path, paths: list[str]) -> dict[str, int]:
     """Node ids of the properties and the examples that each asks for; exits where pytest cannot."""
     with tempfile.TemporaryDirectory() as folder:
         listing = Path(folder) / "list.json"
@@ -93,11 +93,11 @@ def collect(root: Path, paths: list[str]) -> dict[str, int | None]:
     return found
 
 
-def is_done(entry: dict[str, Any] | None, digest: str, asked: int | None) -> bool:
+def is_done(entry: dict[str, Any] | None, digest: str, asked: int) -> bool:
     """Has this property passed on these sources with at least as many examples?"""
     if entry is None or entry["result"] != "passed" or entry["digest"] != digest:
         return False
-    return asked is None or (entry["asked"] or 0) >= asked
+    return entry["asked"] >= asked
 
 
 def chunks(nodeids: list[str], state: dict[str, dict[str, Any]]) -> list[list[str]]:
@@ -180,7 +180,7 @@ class Chunk:
             "digest": self.run.digest,
             "run": self.run.name,
             "result": "failed",
-            "asked": None,
+            "asked": 0,
             "examples": 0,
             "seconds": round(time.time() - entry["started"], 1) if entry else 0,
             "date": time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime()),
@@ -252,7 +252,6 @@ class Run:
     def report(self, name: str, entry: dict[str, Any]) -> None:
         """Print what a property came to."""
         self.seen[name] = entry
-        asked = entry.get("asked")
         print(
             f"[{len(self.seen)}/{len(self.todo)}] {entry['result']} {name}: "
             f"{entry['examples']} examples, {entry['seconds']:.0f} s"
@@ -265,8 +264,8 @@ class Run:
             for command in self.replay_commands(name, entry):
                 print(f"    replay: {command}")
             print(f"    output: {fuzz_plugin.log_file(self.folder, name)}")
-        elif asked and entry["examples"] < asked:
-            print(f"    fewer than {asked}, because {entry['stopped']}")
+        elif entry["stopped"] and entry["examples"] < entry["asked"]:
+            print(f"    fewer than {entry['asked']}, because {entry['stopped']}")
         sys.stdout.flush()
 
     def finish(self) -> int:

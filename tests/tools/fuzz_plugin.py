@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import reproduce_failure, settings, stateful
+from hypothesis.statistics import collector, describe_statistics
 
 _BLOB = re.compile(r"@reproduce_failure\('([^']+)', b'([^']*)'\)")
 _PHASE = re.compile(r"during (\w+) phase.*?(\d+) passing, (\d+) failing", re.DOTALL)
@@ -48,15 +50,17 @@ def log_file(folder: Path, nodeid: str) -> Path:
     return folder / f"{re.sub(r'[^A-Za-z0-9.]+', '_', nodeid)[-100:]}-{digest}.log"
 
 
-def settings_of(item: pytest.Item) -> Any:
-    """The hypothesis settings of a test, a state machine's ``TestCase`` too; None if it has none.
+def asked_of(item: pytest.Item) -> int:
+    """How many examples a test asks for.
 
-    A state machine keeps them on the class, a function that ``@given`` made on itself.
+    ``@given`` keeps the settings on the function, a state machine's ``TestCase`` on the class. A
+    test that runs a state machine itself does not show them: the profile's number stands for it.
     """
     test = getattr(item, "obj", None)
     if hasattr(test, "_hypothesis_state_machine_class"):
-        return item.cls.settings
-    return getattr(test, "_hypothesis_internal_use_settings", None)
+        return item.cls.settings.max_examples
+    own = getattr(test, "_hypothesis_internal_use_settings", None)
+    return (own or settings()).max_examples
 
 
 def examples_run(statistics: str) -> tuple[int, str]:
@@ -107,6 +111,17 @@ class Recorder:
         return None
 
     @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
+        """Keep statistics of what a test without ``@given`` runs; hypothesis' own plugin does it
+        for the others."""
+
+        def keep(statistics: Any) -> None:
+            item.hypothesis_statistics = describe_statistics(statistics)
+
+        with collector.with_value(keep):
+            return (yield)
+
+    @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo
     ) -> Iterator[pytest.TestReport]:
@@ -125,8 +140,7 @@ class Recorder:
 
     def _settle(self, item: pytest.Item) -> None:
         entry, log = self.entry, log_file(self.folder, item.nodeid)
-        settings = settings_of(item)
-        entry["asked"] = settings.max_examples if settings else None
+        entry["asked"] = asked_of(item)
         statistics = getattr(item, "hypothesis_statistics", "")
         entry["examples"], entry["stopped"] = examples_run(statistics)
         entry["date"] = datetime.now(UTC).isoformat(timespec="seconds")
@@ -147,9 +161,8 @@ class Lister:
         self.path = path
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Node id -> examples asked for; null for a test without hypothesis."""
-        found = {item.nodeid: settings_of(item) for item in session.items}
-        asked = {name: each and each.max_examples for name, each in found.items()}
+        """Node id -> examples asked for."""
+        asked = {item.nodeid: asked_of(item) for item in session.items}
         self.path.write_text(json.dumps(asked), encoding="utf-8")
 
 
@@ -160,13 +173,13 @@ class Replayer:
         self.version, self.blob = version, blob.encode()
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Decorate every collected test, or the state machine behind it."""
-        from hypothesis import reproduce_failure
-
+        """Decorate what ``@given`` made, and the state machines that the other tests run."""
+        decorate = reproduce_failure(self.version, self.blob)
         for item in items:
-            test = getattr(item.obj, "__func__", item.obj)
-            target = getattr(test, "_hypothesis_state_machine_class", test)
-            reproduce_failure(self.version, self.blob)(target)
+            if hasattr(item.obj, "hypothesis"):
+                decorate(getattr(item.obj, "__func__", item.obj))
+        make = stateful.get_state_machine_test
+        stateful.get_state_machine_test = lambda *args, **kwargs: decorate(make(*args, **kwargs))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

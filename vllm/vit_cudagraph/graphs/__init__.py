@@ -16,7 +16,9 @@ Both live under the same contract, which is a CUDA graph's own:
   the host reads, and no shape may depend on data.
 """
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -66,6 +68,23 @@ class GraphBackend(Protocol):
             GraphCaptureError: ``forward`` cannot be captured (the twin says which operator and
                 why; CUDA's own errors are passed on as they are).
         """
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Keep the garbage collector out of a capture: finalisers of others run where they must not.
+
+    A CUDA graph that is dropped by a cycle frees device memory, which breaks a capture that is
+    under way; vLLM's handles of packed weights read theirs (``item()``), and the twin would take
+    that for a part of ``forward``.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def backend_for(device: torch.device) -> GraphBackend:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm.utils.torch_utils import current_stream
+from vllm.vit_cudagraph.graphs import no_collection
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -46,7 +47,7 @@ def _capture_into(
 ) -> torch.Tensor:
     cause: Exception | None = None
     try:
-        with torch.cuda.graph(graph, pool=pool, stream=stream):
+        with no_collection(), torch.cuda.graph(graph, pool=pool, stream=stream):
             try:
                 return forward()
             except Exception as exc:

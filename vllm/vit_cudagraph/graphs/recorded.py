@@ -22,9 +22,7 @@ function under ``torch.compile``, as vLLM has for some activations, runs op by o
 mode, by torch's own rule, and is recorded like any other code.
 """
 
-import gc
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +32,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vllm.vit_cudagraph.graphs import GraphCaptureError
+from vllm.vit_cudagraph.graphs import GraphCaptureError, no_collection
 from vllm.vit_cudagraph.graphs.refusals import (
     function_name,
     function_refusal,
@@ -125,7 +123,7 @@ class RecordedBackend:
         with torch.inference_mode():
             forward()
             try:
-                with _no_collection(), recorder, _FunctionGuard(recorder):
+                with no_collection(), recorder, _FunctionGuard(recorder):
                     output = forward()
             except Exception as exc:
                 if recorder.refused is None or recorder.refused is exc:
@@ -269,21 +267,6 @@ class _FunctionGuard(TorchFunctionMode):
         if reason := function_refusal(func, args, kwargs):
             raise self._recorder.refuse(function_name(func), reason)
         return func(*args, **kwargs)
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Keep the garbage collector out of a recording: finalisers of others' tensors read them.
-
-    vLLM's handles of packed weights do (``item()``), and would be taken for a part of ``forward``.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _address(tensor: torch.Tensor) -> int:

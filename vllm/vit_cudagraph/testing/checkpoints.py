@@ -36,6 +36,13 @@ TEXT_HIDDEN = 64
 TEXT_HEAD_DIM = 32  # the smallest that vLLM's CPU attention has a kernel for
 VOCAB_SIZE = 384
 
+SHALLOW: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {"depth": 2},
+    "qwen2_5_vl": {"depth": 2, "fullatt_block_indexes": [1]},
+    "qwen3_vl": {"depth": 2, "deepstack_visual_indexes": [0]},
+    "qwen3_vl_moe": {"depth": 2, "deepstack_visual_indexes": [0]},
+}
+
 SPECIAL_TOKENS = (
     "<|endoftext|>",
     "<|im_start|>",
@@ -75,11 +82,12 @@ _CHAT_TEMPLATE = """\
 """
 
 
-def make_checkpoint(family: str, path: str | Path, *, seed: int = 0) -> Path:
+def make_checkpoint(family: str, path: str | Path, *, seed: int = 0, shallow: bool = False) -> Path:
     """Write a tiny float32 checkpoint of `family` into the folder `path` and return that folder.
 
-    The same family and seed always give the same weights. Raises ValueError for a family that is
-    not in `FAMILIES`. Takes about a second once transformers is imported.
+    The same family and seed always give the same weights. With `shallow` the tower has two layers,
+    one of each kind, for tests that run it many thousand times. Raises ValueError for a family that
+    is not in `FAMILIES`. Takes about a second once transformers is imported.
     """
     if family not in FAMILIES:
         raise ValueError(
@@ -89,7 +97,7 @@ def make_checkpoint(family: str, path: str | Path, *, seed: int = 0) -> Path:
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
     tokenizer = _tokenizer()
-    model = _model(family, tokenizer)
+    model = _model(family, tokenizer, SHALLOW[family] if shallow else {})
     _fill_weights(model, tokenizer, seed)
     with _no_progress_bar():
         model.save_pretrained(path)
@@ -200,7 +208,7 @@ def _text_config(family: str, vocab_size: int) -> dict[str, Any]:
     return config
 
 
-def _model(family: str, tokenizer: Any) -> Any:
+def _model(family: str, tokenizer: Any, vision: dict[str, Any]) -> Any:
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     token_id = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS}
@@ -212,7 +220,7 @@ def _model(family: str, tokenizer: Any) -> Any:
     }
     config = AutoConfig.for_model(
         family,
-        vision_config=_vision_config(family),
+        vision_config=_vision_config(family) | vision,
         text_config=text_config,
         image_token_id=token_id["<|image_pad|>"],
         video_token_id=token_id["<|video_pad|>"],

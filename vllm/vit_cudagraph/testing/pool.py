@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from vllm.utils.torch_utils import current_stream
+from vllm.vit_cudagraph.graphs import no_collection
 
 
 class PoolPoison:
@@ -35,7 +36,7 @@ class PoolPoison:
         self.bytes = sum(free)
         self._graph = torch.cuda.CUDAGraph()
         held = []
-        with torch.cuda.graph(self._graph, pool=pool, stream=current_stream()):
+        with no_collection(), torch.cuda.graph(self._graph, pool=pool, stream=current_stream()):
             for size in sorted(free, reverse=True):
                 rows = torch.empty(size // 2, dtype=torch.bfloat16, device="cuda")
                 held.append(rows.fill_(float("nan")))

@@ -14,11 +14,13 @@ is wrong on a GPU can be right with it. The operator here keeps the rules of the
 
 Where a kernel would compute nonsense without a word (a decreasing offset), it raises.
 
-Shape letters: ``N`` rows, ``S`` sequences, ``H`` heads, ``D`` head size.
+Shape letters: ``N`` rows, ``S`` sequences, ``B`` sequences of one length, ``H`` heads, ``D`` head
+size.
 """
 
 import math
-from itertools import pairwise
+from collections.abc import Iterator
+from itertools import groupby, pairwise
 
 import torch
 import torch.nn.functional as F
@@ -69,23 +71,36 @@ def varlen_attention(
             "told of a backend that needs no maximum lengths. Set its attn_backend to FLASH_ATTN."
         )
     out_NHD = q_NHD.new_full((*q_NHD.shape[:2], v_NHD.shape[-1]), UNWRITTEN)
-    for start, end in pairwise(offsets):
-        if start == end:
-            continue
-        rows = slice(start, min(end, start + bound))
-        out_NHD[rows] = _attend(q_NHD[rows], k_NHD[start:end], v_NHD[start:end], scale)
+    for start, length, count in _runs(offsets):
+        # [count, length, H, D]: views, since the sequences lie one behind the other.
+        q, k, v, out = (
+            x[start : start + count * length].unflatten(0, (count, length))
+            for x in (q_NHD, k_NHD, v_NHD, out_NHD)
+        )
+        out[:, :bound] = _attend(q[:, :bound], k, v, scale)
     return out_NHD
 
 
+def _runs(offsets: list[int]) -> Iterator[tuple[int, int, int]]:
+    """Neighbouring sequences of one length, as ``(start, length, count)``; empty ones left out."""
+    lengths = [end - start for start, end in pairwise(offsets)]
+    start = offsets[0]
+    for length, same in groupby(lengths):
+        count = len(list(same))
+        if length:
+            yield start, length, count
+        start += length * count
+
+
 def _attend(
-    q_NHD: torch.Tensor, k_NHD: torch.Tensor, v_NHD: torch.Tensor, scale: float
+    q_BNHD: torch.Tensor, k_BNHD: torch.Tensor, v_BNHD: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    # (N, H, D) -> (1, H, N, D) and back: the layout that vLLM's own CPU path gives to the same
+    # (B, N, H, D) -> (B, H, N, D) and back: the layout that vLLM's own CPU path gives to the same
     # function, so that both agree bit for bit.
-    q, k, v = (x.unsqueeze(0).transpose(1, 2) for x in (q_NHD, k_NHD, v_NHD))
+    q, k, v = (x.transpose(1, 2) for x in (q_BNHD, k_BNHD, v_BNHD))
     grouped = q.shape[1] > k.shape[1]
     out = F.scaled_dot_product_attention(q, k, v, dropout_p=0.0, scale=scale, enable_gqa=grouped)
-    return out.transpose(1, 2).squeeze(0)
+    return out.transpose(1, 2)
 
 
 def _checked_offsets(cu_seqlens: torch.Tensor, num_rows: int) -> list[int]:
