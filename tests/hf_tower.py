@@ -22,11 +22,10 @@ import towers
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from vllm.config import VllmConfig
-from vllm.model_executor.model_loader import get_model_loader
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.processing import ProcessorInputs, TimingContext
 from vllm.multimodal.utils import group_and_batch_mm_kwargs
-from vllm.vit_cudagraph.plugin import register
+from vllm.vit_cudagraph.testing import models
 from vllm.vit_cudagraph.testing.photos import video_metadata
 
 PIXELS = {"image": "pixel_values", "video": "pixel_values_videos"}
@@ -89,26 +88,16 @@ class Twins:
 @cache
 def twins(family: str) -> Twins:
     """The tiny checkpoint of ``family``, loaded by both projects; made once a process."""
-    register()
-    config = towers.make_config(family, compilation_config={"cudagraph_mm_encoder": True})
+    config = towers.make_config(family)
     folder = str(towers.checkpoint(family))
     whole = AutoModelForImageTextToText.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="sdpa"
     )
     return Twins(
-        model=_load(family, config),
+        model=models.build_model(config, fill=models.load_weights(config)),
         config=config,
         tower=whole.model.visual.eval(),
         processor=AutoProcessor.from_pretrained(folder),
-    )
-
-
-def _load(family: str, config: VllmConfig) -> Any:
-    """vLLM's model with the checkpoint's weights, by vLLM's own loader. (``get_model`` cannot be
-    called: it empties an accelerator's cache.)"""
-    loader = get_model_loader(config.load_config)
-    return towers.build_model(
-        family, config=config, fill=lambda model: loader.load_weights(model, config.model_config)
     )
 
 

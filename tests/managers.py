@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Managers over tiny models, and batches for them, shared by the tests of this folder."""
 
-import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.vit_cudagraph.manager import EncoderGraphManager
-from vllm.vit_cudagraph.plugin import register
+from vllm.vit_cudagraph.testing.subject import with_settings
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 CPU = torch.device("cpu")
@@ -25,23 +24,13 @@ Grids = Sequence[Sequence[int]]
 @cache
 def config(family: str) -> VllmConfig:
     """vLLM's configuration of a tiny model with encoder graphs on."""
-    register()
-    return towers.make_config(family, compilation_config={"cudagraph_mm_encoder": True})
+    return towers.make_config(family)
 
 
 @cache
 def model(family: str) -> Any:
     """A tiny model of the class that the plugin registered, with reference attention."""
     return towers.build_model(family, config=config(family))
-
-
-def with_settings(base: VllmConfig, **compilation: Any) -> VllmConfig:
-    """The same configuration with other ``compilation_config`` fields."""
-    changed = copy.copy(base)
-    changed.compilation_config = copy.copy(base.compilation_config)
-    for name, value in compilation.items():
-        setattr(changed.compilation_config, name, value)
-    return changed
 
 
 def make_manager(

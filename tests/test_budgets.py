@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm.v1.worker.encoder_cudagraph_defs import EncoderCudaGraphConfig
@@ -15,6 +15,7 @@ from vllm.vit_cudagraph.budgets import Settings
 from vllm.vit_cudagraph.geometry import Limits
 from vllm.vit_cudagraph.mixin import WindowedViTCudaGraphMixin
 from vllm.vit_cudagraph.stock_safety import EncoderCudaGraphManager
+from vllm.vit_cudagraph.testing.profiles import examples
 
 
 class Model:
@@ -152,7 +153,8 @@ any_user = st.fixed_dictionaries(
 
 
 @given(any_user)
-@settings(max_examples=150)
+@pytest.mark.fuzz
+@examples(150)
 def test_any_settings_make_sense(user: dict[str, Any]) -> None:
     found = settings_of(**user)
     budgets, limits = found.token_budgets, found.limits
@@ -164,7 +166,8 @@ def test_any_settings_make_sense(user: dict[str, Any]) -> None:
 
 
 @given(any_user)
-@settings(max_examples=150)
+@pytest.mark.fuzz
+@examples(150)
 def test_upstream_accepts_what_it_is_shown(user: dict[str, Any]) -> None:
     """Upstream's manager refuses an item limit above the smallest budget, ours takes it; and the
     configuration that the rest of vLLM sees stays as the user wrote it."""

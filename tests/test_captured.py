@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.vit_cudagraph.captured import BufferMoved, CapturedBudget, SharedRows
 from vllm.vit_cudagraph.geometry import Capacity, NotCapturable
 from vllm.vit_cudagraph.metadata import AttentionLayout, fill
+from vllm.vit_cudagraph.testing.profiles import examples
 
 CPU = torch.device("cpu")
 CAPACITY = Capacity(budget=4, items=3, patches=16, sequences=5, windows=0)
@@ -251,7 +252,8 @@ def test_loading_moves_nothing() -> None:
 
 
 @given(steps=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 5)), min_size=1, max_size=4))
-@settings(max_examples=60)
+@pytest.mark.fuzz
+@examples(60)
 @example(steps=[(4, 5), (1, 1)])
 def test_heads_are_exact_and_tails_are_padded_whatever_came_before(
     steps: list[tuple[int, int]],
@@ -309,7 +311,8 @@ lengths_of_sequences = st.lists(st.integers(1, 300), min_size=1, max_size=90)
         [flashinfer(1280, 1, None), flashinfer(1280, 4, None), flashinfer(1152, 2, 1280)]
     ),
 )
-@settings(max_examples=120)
+@pytest.mark.fuzz
+@examples(120)
 @example(lengths=[4] * 8, unused=0, layout=flashinfer(1280, 1, None))
 @example(lengths=[4] * 8, unused=1, layout=flashinfer(1280, 1, None))
 @example(lengths=[4], unused=69, layout=flashinfer(1280, 1, None))
@@ -348,7 +351,8 @@ def test_padding_sections_as_one_would_be_wrong() -> None:
 
 
 @given(lengths=lengths_of_sequences, slack=st.integers(0, 4000))
-@settings(max_examples=60)
+@pytest.mark.fuzz
+@examples(60)
 def test_a_bound_in_flashinfers_buckets_covers_every_longest(
     lengths: list[int], slack: int
 ) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, example, given, settings
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -34,6 +34,7 @@ from vllm.vit_cudagraph.geometry import (
     window_rows,
 )
 from vllm.vit_cudagraph.metadata import MetadataBuilder
+from vllm.vit_cudagraph.testing.profiles import examples
 
 SIDES = range(1, 9)
 MERGES = range(1, 5)
@@ -147,7 +148,8 @@ def batch_counts(geometry: ViTGeometry, batch: Iterable[Grid]) -> Counted:
 
 
 @given(geometry_and_grid())
-@settings(max_examples=150)
+@pytest.mark.fuzz
+@examples(150)
 def test_counts_equal_brute_force(drawn: tuple[ViTGeometry, Grid]) -> None:
     geometry, grid = drawn
     counted = count(geometry, grid)
@@ -161,6 +163,7 @@ def test_counts_equal_brute_force(drawn: tuple[ViTGeometry, Grid]) -> None:
         tokens=counted.output_tokens,
         sequences=len(counted.sequences),
         windows=len(counted.windows),
+        frames=grid[0],
     )
     rows = counted.patches if geometry.output_rows == "patches" else counted.output_tokens
     assert geometry.tower_rows([grid]) == rows
@@ -170,7 +173,8 @@ def test_counts_equal_brute_force(drawn: tuple[ViTGeometry, Grid]) -> None:
 
 
 @given(geometry_and_grid(windowed=True))
-@settings(max_examples=150)
+@pytest.mark.fuzz
+@examples(150)
 @example((make_geometry(merge=2, side=4), (1, 2, 34)))
 @example((make_geometry(merge=1, side=8), (3, 1, 1)))
 @example((make_geometry(merge=4, side=1), (2, 8, 12)))
@@ -185,7 +189,8 @@ def test_windows_equal_brute_force(drawn: tuple[ViTGeometry, Grid]) -> None:
 
 
 @given(geometry_and_grid(windowed=True))
-@settings(max_examples=100)
+@pytest.mark.fuzz
+@examples(100)
 def test_window_order_is_a_permutation_grouped_by_window_frame_by_frame(
     drawn: tuple[ViTGeometry, Grid],
 ) -> None:
@@ -212,7 +217,8 @@ def test_window_order_is_a_permutation_grouped_by_window_frame_by_frame(
 
 
 @given(geometry_and_grid(windowed=True))
-@settings(max_examples=60)
+@pytest.mark.fuzz
+@examples(60)
 def test_counts_of_one_window_frame_are_independent_of_its_neighbours(
     drawn: tuple[ViTGeometry, Grid],
 ) -> None:
@@ -226,7 +232,8 @@ def test_counts_of_one_window_frame_are_independent_of_its_neighbours(
 
 
 @given(st.data())
-@settings(max_examples=60)
+@pytest.mark.fuzz
+@examples(60)
 def test_order_and_inverse_of_a_batch(data: st.DataObject) -> None:
     """Over several items: no window spans two, and the inverse undoes the order."""
     geometry = data.draw(geometries.filter(lambda g: g.window_side is not None))
@@ -289,7 +296,8 @@ def step_within_a_budget(draw: st.DrawFn) -> tuple[ViTGeometry, list[Grid], Limi
 
 
 @given(step_within_a_budget())
-@settings(max_examples=200)
+@pytest.mark.fuzz
+@examples(200)
 def test_no_count_exceeds_its_capacity(
     drawn: tuple[ViTGeometry, list[Grid], Limits, Capacity],
 ) -> None:
@@ -348,7 +356,8 @@ def test_frames_of_one_token_reach_the_bound_where_items_are_sequences(side: int
 
 
 @given(geometry=geometries, budget=st.integers(1, 80))
-@settings(max_examples=60)
+@pytest.mark.fuzz
+@examples(60)
 def test_longest_bounds_are_reached(geometry: ViTGeometry, budget: int) -> None:
     """A bound above what any step holds would make attention do needless work."""
     merge, side = geometry.merge_size, geometry.window_side
@@ -376,7 +385,8 @@ def test_longest_bounds_are_reached(geometry: ViTGeometry, budget: int) -> None:
     ),
     budgets=st.lists(st.integers(1, 5000), min_size=2, max_size=6),
 )
-@settings(max_examples=150)
+@pytest.mark.fuzz
+@examples(150)
 def test_capacity_grows_with_the_budget(
     geometry: ViTGeometry, limits: Limits, budgets: list[int]
 ) -> None:
@@ -384,6 +394,9 @@ def test_capacity_grows_with_the_budget(
     capacities = [geometry.capacity(budget, limits) for budget in sorted(budgets)]
     for smaller, larger in pairwise(capacities):
         for field in fields(Capacity):
+            if field.name == "frames":  # the user's limit, which no budget changes
+                assert smaller.frames is None and larger.frames is None
+                continue
             assert getattr(smaller, field.name) <= getattr(larger, field.name), field.name
     smallest = geometry.usage(geometry.smallest_grid())
     for capacity in capacities:
@@ -395,7 +408,8 @@ def test_capacity_grows_with_the_budget(
 
 
 @given(st.data())
-@settings(max_examples=100)
+@pytest.mark.fuzz
+@examples(100)
 def test_images_within_the_item_limit_always_have_sequence_slots(data: st.DataObject) -> None:
     """Whatever the limit on frames: an image is one sequence and has at least one token."""
     geometry = data.draw(geometries)
@@ -410,7 +424,8 @@ def test_images_within_the_item_limit_always_have_sequence_slots(data: st.DataOb
 
 @pytest.mark.parametrize("temporal_merge", ["none", "halve", "pool"])
 @given(st.data())
-@settings(max_examples=60)
+@pytest.mark.fuzz
+@examples(60)
 def test_one_sequence_slot_a_token_cannot_overflow(
     temporal_merge: str, data: st.DataObject
 ) -> None:
@@ -427,7 +442,8 @@ def test_one_sequence_slot_a_token_cannot_overflow(
 
 @pytest.mark.parametrize("temporal_merge", ["none", "halve"])
 @given(st.data())
-@settings(max_examples=60)
+@pytest.mark.fuzz
+@examples(60)
 def test_videos_within_the_users_limit_have_sequence_slots(
     temporal_merge: str, data: st.DataObject
 ) -> None:
@@ -532,7 +548,8 @@ def test_malformed_grids_are_refused(grid: tuple[int, ...]) -> None:
 
 
 @given(geometry=geometries, grid=st.lists(st.integers(-2, 9), min_size=0, max_size=4))
-@settings(max_examples=150)
+@pytest.mark.fuzz
+@examples(150)
 @example(geometry=make_geometry(merge=1), grid=[1, 1, 1])
 @example(geometry=make_geometry(merge=4), grid=[1, 4, 8])
 @example(geometry=make_geometry(merge=4), grid=[1, 4, 6])

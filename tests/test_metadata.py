@@ -4,12 +4,13 @@
 import managers
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.vit_cudagraph.metadata import RowCache
+from vllm.vit_cudagraph.testing.profiles import examples
 
 BACKENDS = [AttentionBackendEnum.TORCH_SDPA, AttentionBackendEnum.FLASH_ATTN]
 SIZES = [(224, 224), (427, 640), (300, 451), (56, 1120), (1120, 56), (768, 1024), (30, 30)]
@@ -53,7 +54,8 @@ def test_equals_upstream_on_real_grids(family: str, backend: AttentionBackendEnu
 
 @pytest.mark.parametrize("family", managers.FAMILIES)
 @given(batch=st.lists(managers.grids_of(frames=3), min_size=1, max_size=5))
-@settings(max_examples=25)
+@pytest.mark.fuzz
+@examples(25)
 def test_equals_upstream_on_any_grids(family: str, batch: list[list[int]]) -> None:
     assert_metadata_equal(family, batch)
 

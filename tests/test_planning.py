@@ -7,7 +7,7 @@ from dataclasses import astuple, replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import assume, example, given, settings
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from vllm.vit_cudagraph.geometry import Capacity, Limits, Usage, ViTGeometry, offset_rows
@@ -18,20 +18,27 @@ from vllm.vit_cudagraph.planning import (
     plan_steps,
     why_eager,
 )
+from vllm.vit_cudagraph.testing.profiles import examples
 
 LARGER = "larger than every token budget"
 SEQUENCES = "more attention sequences (frames) than a graph holds"
 WINDOWS = "more attention windows than a graph holds"
+FRAMES = "more video frames than encoder_cudagraph_max_frames_per_batch"
 NOTHING = "no graph is captured"
 
 usages = st.builds(
-    lambda tokens, patches, sequences, windows: Usage(
-        patches=tokens * 4 + patches, tokens=tokens, sequences=sequences, windows=windows
+    lambda tokens, patches, sequences, windows, frames: Usage(
+        patches=tokens * 4 + patches,
+        tokens=tokens,
+        sequences=sequences,
+        windows=windows,
+        frames=frames,
     ),
     tokens=st.integers(1, 40) | st.integers(1, 400),
     patches=st.sampled_from([0, 0, 0, 30]),
     sequences=st.sampled_from([1, 1, 1, 2, 5, 20]),
     windows=st.sampled_from([0, 1, 4, 25]),
+    frames=st.sampled_from([1, 1, 2, 9]),
 )
 
 
@@ -43,7 +50,8 @@ def capacities_of_graphs(draw: st.DrawFn, most: int = 5, least: int = 0) -> list
         sorted(draw(st.lists(st.integers(1, top), min_size=len(budgets), max_size=len(budgets))))
         for top in (8, 1200, 30, 60)
     ]
-    return [Capacity(*row) for row in zip(sorted(budgets), *kinds, strict=True)]
+    frames = draw(st.none() | st.integers(0, 20))  # the user's limit, the same for all graphs
+    return [Capacity(*row, frames) for row in zip(sorted(budgets), *kinds, strict=True)]
 
 
 batches = st.lists(usages, max_size=12)
@@ -51,16 +59,17 @@ batches = st.lists(usages, max_size=12)
 
 def total(items: Sequence[int], of: Sequence[Usage]) -> Usage:
     if not items:
-        return Usage(0, 0, 0, 0)
+        return Usage(0, 0, 0, 0, 0)
     return Usage(*map(sum, zip(*(astuple(of[i]) for i in items), strict=True)))
 
 
 def exceeded(items: int, use: Usage, capacity: Capacity) -> list[str]:
     """Kinds of which there are more than a graph holds, one by one."""
     there = {"items": items, "tokens": use.tokens, "patches": use.patches}
-    there |= {"sequences": use.sequences, "windows": use.windows}
+    there |= {"sequences": use.sequences, "windows": use.windows, "frames": use.frames}
     room = {"items": capacity.items, "tokens": capacity.budget, "patches": capacity.patches}
     room |= {"sequences": capacity.sequences, "windows": capacity.windows}
+    room["frames"] = use.frames if capacity.frames is None else capacity.frames
     return [kind for kind, n in there.items() if n > room[kind]]
 
 
@@ -119,7 +128,8 @@ def cheapest(batch: Sequence[Usage], graphs: Sequence[Capacity]) -> int | None:
 
 
 @given(batch=batches, graphs=capacities_of_graphs())
-@settings(max_examples=300)
+@pytest.mark.fuzz
+@examples(300)
 @example(batch=[], graphs=[Capacity(64, 1, 256, 8, 64)])
 @example(batch=[Usage(4, 1, 1, 1)] * 5, graphs=[Capacity(64, 2, 256, 8, 64)])
 @example(batch=[Usage(4, 1, 3, 1)] * 5, graphs=[Capacity(64, 9, 256, 8, 64)])
@@ -130,7 +140,8 @@ def test_plans_are_safe_and_complete(batch: list[Usage], graphs: list[Capacity])
 
 
 @given(batch=st.lists(usages, max_size=7), graphs=capacities_of_graphs(least=1))
-@settings(max_examples=200)
+@pytest.mark.fuzz
+@examples(200)
 def test_the_cut_is_the_cheapest(batch: list[Usage], graphs: list[Capacity]) -> None:
     fitting = [use for use in batch if not exceeded(1, use, graphs[-1])]
     assert cost(plan_steps(batch, graphs)) == (cheapest(fitting, graphs) if fitting else 0)
@@ -140,7 +151,8 @@ def test_the_cut_is_the_cheapest(batch: list[Usage], graphs: list[Capacity]) -> 
     tokens=st.lists(st.integers(1, 300), min_size=2, max_size=7),
     budgets=st.lists(st.sampled_from([64, 100, 128, 200, 256, 400, 1000]), min_size=1, unique=True),
 )
-@settings(max_examples=100)
+@pytest.mark.fuzz
+@examples(100)
 @example(tokens=[60, 60], budgets=[64, 400])
 @example(tokens=[60, 60], budgets=[64, 128])
 @example(tokens=[30, 30, 90, 90], budgets=[64, 100, 1000])
@@ -161,7 +173,8 @@ def test_items_share_a_replay_only_where_that_is_cheaper() -> None:
 
 
 @given(use=usages, graphs=capacities_of_graphs(least=1))
-@settings(max_examples=100)
+@pytest.mark.fuzz
+@examples(100)
 def test_one_item_takes_the_smallest_graph_that_holds_it(
     use: Usage, graphs: list[Capacity]
 ) -> None:
@@ -171,7 +184,8 @@ def test_one_item_takes_the_smallest_graph_that_holds_it(
 
 
 @given(batch=batches, graphs=capacities_of_graphs(), seed=st.integers(0, 99))
-@settings(max_examples=100)
+@pytest.mark.fuzz
+@examples(100)
 def test_the_order_of_a_batch_does_not_change_the_cost(
     batch: list[Usage], graphs: list[Capacity], seed: int
 ) -> None:
@@ -330,7 +344,8 @@ def test_a_dearer_cut_is_noticed() -> None:
 
 
 @given(smallest=st.integers(1, 5000), largest=st.integers(1, 50000))
-@settings(max_examples=200)
+@pytest.mark.fuzz
+@examples(200)
 @example(smallest=64, largest=64)
 @example(smallest=64, largest=65)
 @example(smallest=64, largest=128)

@@ -5,7 +5,7 @@ import logging
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm.vit_cudagraph.statistics import (
@@ -14,6 +14,7 @@ from vllm.vit_cudagraph.statistics import (
     Statistics,
     log_interval,
 )
+from vllm.vit_cudagraph.testing.profiles import examples
 
 Records = list[logging.LogRecord]
 
@@ -63,7 +64,8 @@ events = st.lists(
 
 
 @given(events)
-@settings(max_examples=80)
+@pytest.mark.fuzz
+@examples(80)
 def test_every_item_is_counted_once(happened: list[tuple]) -> None:
     statistics, told = Statistics(), []
     replayed = replays = padding = 0

@@ -41,6 +41,7 @@ def run(name: str, options: argparse.Namespace) -> dict[str, Any]:
         "VIT_CUDAGRAPH_TEST_DEVICE": "cuda",
         "VIT_CUDAGRAPH_TEST_DTYPE": options.dtype,
         "VIT_CUDAGRAPH_TEST_ATTENTION": options.attention,
+        "VIT_CUDAGRAPH_TEST_FLASH": options.flash,
         "VIT_CUDAGRAPH_EXAMPLES": str(options.examples),
         "HYPOTHESIS_PROFILE": "gpu",
         "HF_HUB_OFFLINE": "1",
@@ -75,6 +76,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16"])
     parser.add_argument("--attention", default="FLASH_ATTN", choices=["FLASH_ATTN", "TRITON_ATTN"])
+    parser.add_argument("--flash", default="", choices=["", "2", "3"], help="its version")
     parser.add_argument("--examples", type=int, default=40, help="of each property")
     parser.add_argument("--only", default="", help="pytest -k, besides the class")
     parser.add_argument("--classes", default="", help="names, comma-separated; all by default")

@@ -8,6 +8,7 @@ and loader, in a group of one rank. Where it runs is one setting:
     VIT_CUDAGRAPH_TEST_DTYPE      float32 (default on the CPU) | bfloat16 (on a GPU) | float16
     VIT_CUDAGRAPH_TEST_ATTENTION  FLASH_ATTN (default) | TRITON_ATTN; on the CPU the reference
                                   attention stands for FLASH_ATTN
+    VIT_CUDAGRAPH_TEST_FLASH      FlashAttention's version on a GPU, 2 or 3; vLLM's choice if unset
 
 Nothing is asked of a device when this module is imported.
 """
@@ -135,6 +136,8 @@ def make_config(
     wanted = (settings | engine)["compilation_config"]
     if isinstance(wanted, dict):
         config.compilation_config.cudagraph_mm_encoder = wanted.get("cudagraph_mm_encoder", False)
+    if version := os.environ.get("VIT_CUDAGRAPH_TEST_FLASH"):
+        config.attention_config.flash_attn_version = int(version)
     return config
 
 
