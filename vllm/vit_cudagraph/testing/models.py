@@ -60,11 +60,13 @@ class Place:
         device: Its type, ``cpu`` or ``cuda``.
         dtype: Of weights and activations, a torch name.
         attention: vLLM's name of the tower's attention backend.
+        flash: FlashAttention's version, or "" for vLLM's choice.
     """
 
     device: str
     dtype: str
     attention: str
+    flash: str = ""
 
     @property
     def torch_device(self) -> torch.device:
@@ -90,7 +92,8 @@ def place() -> Place:
             f"VIT_CUDAGRAPH_TEST_ATTENTION={attention!r} on {device}: set it to FLASH_ATTN "
             "(or to TRITON_ATTN on cuda)"
         )
-    return Place(device, dtype or ("float32" if device == "cpu" else "bfloat16"), attention)
+    dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
+    return Place(device, dtype, attention, os.environ.get("VIT_CUDAGRAPH_TEST_FLASH", ""))
 
 
 @cache
@@ -136,8 +139,8 @@ def make_config(
     wanted = (settings | engine)["compilation_config"]
     if isinstance(wanted, dict):
         config.compilation_config.cudagraph_mm_encoder = wanted.get("cudagraph_mm_encoder", False)
-    if version := os.environ.get("VIT_CUDAGRAPH_TEST_FLASH"):
-        config.attention_config.flash_attn_version = int(version)
+    if here.flash:
+        config.attention_config.flash_attn_version = int(here.flash)
     return config
 
 
