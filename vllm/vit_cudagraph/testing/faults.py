@@ -104,11 +104,16 @@ def _drops_rows(geometry: ViTGeometry) -> bool:
     return here.device == "cpu" or here.attention == "TRITON_ATTN" or here.flash == "2"
 
 
+def _on_the_twin(geometry: ViTGeometry) -> bool:
+    return place().device == "cpu"
+
+
 _NEEDS: dict[Callable[[ViTGeometry], bool], str] = {
     _always: "",
     _windowed: "the tower has no windows",
     _frames: "no attention sequence a frame, or no videos",
     _positions: "no position rows",
+    _on_the_twin: "on a GPU it ends the CUDA context, or finds the graph's own numbers",
     _drops_rows: "FlashAttention 3 attends to all rows, whatever max_seqlen says",
 }
 
@@ -178,7 +183,7 @@ def _(plant: Plant, model: Any) -> None:
     plant.patch(CapturedBudget, "load", load)
 
 
-@fault("a buffer rebound, and nobody looks", "images")
+@fault("a buffer rebound, and nobody looks", "images", applies=_on_the_twin)
 def _(plant: Plant, model: Any) -> None:
     def load(original: Any, captured: CapturedBudget, values: Any, padding: Any) -> None:
         buffers = captured.buffers
@@ -386,7 +391,7 @@ def _(plant: Plant, model: Any) -> None:
     plant.patch(EncoderGraphManager, "_replay", replay)
 
 
-@fault("a read of memory that nothing wrote", "images")
+@fault("a read of memory that nothing wrote", "images", applies=_on_the_twin)
 def _(plant: Plant, model: Any) -> None:
     def forward(original: Any, self: Any, pixels: torch.Tensor, metadata: Any) -> torch.Tensor:
         rows = original(self, pixels, metadata)
