@@ -82,7 +82,7 @@ def eager(served: Any, mm_kwargs: dict[str, Any]) -> list[torch.Tensor]:
 def assert_same(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
     """Item by item, within float32's rounding of a few layers.
 
-    ``test_replay.py`` shows that the tolerance is tight: one dropped row of attention breaks it.
+    ``test_oracles.py`` shows for a tolerance like this one that one patch breaks it.
     """
     assert len(actual) == len(expected)
     for ours, theirs in zip(actual, expected, strict=True):

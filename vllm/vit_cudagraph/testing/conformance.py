@@ -32,9 +32,8 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.errors import FlakyFailure
 
 from vllm.vit_cudagraph.geometry import Limits
 from vllm.vit_cudagraph.testing import faults, histories, strategies
@@ -243,38 +242,17 @@ class Property:
 
 
 def failure(suite: EncoderGraphConformance, name: str, cases: int = 150) -> Mismatch | None:
-    """The first mismatch that a property finds among so many cases, always the same ones.
-
-    Any other exception passes: a sabotaged line that ends in a ``TypeError`` has not been noticed
-    by the suite.
-    """
+    """The first mismatch that a property finds among so many cases, always the same ones."""
     if name == "histories":
         return histories.failure(suite.subject(), suite.new_manager, suite.history_settings)
     prop = PROPERTIES[name]
 
-    @settings(
-        max_examples=cases,
-        derandomize=True,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate],
-        suppress_health_check=settings().suppress_health_check,
-    )
+    @histories.always_the_same(cases)
     @given(case=prop.strategy(suite))
     def run(case: Any) -> None:
         prop.check(suite, case)
 
-    try:
-        run()
-    except Mismatch as mismatch:
-        return mismatch
-    except FlakyFailure as flaky:
-        # A sabotage that remembers earlier batches need not fail twice on the same one.
-        found = [error for error in flaky.exceptions if isinstance(error, Mismatch)]
-        if not found:
-            raise
-        return found[0]
-    return None
+    return histories.first_mismatch(run)
 
 
 def images(suite: EncoderGraphConformance, batch: Batch) -> None:
