@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,5 +35,6 @@ class StaleOffsetsWorker(TwinWorker):
         times = super().compile_or_warm_up_model()
         captured = self.model_runner.encoder_cudagraph_manager.captured
         for budget, good in captured.items():
-            captured[budget] = StaleOffsets(good.capacity, good.graph, good.buffers, good.output)
+            held = {f.name: getattr(good, f.name) for f in dataclasses.fields(good) if f.init}
+            captured[budget] = StaleOffsets(**held)
         return times
