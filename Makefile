@@ -6,11 +6,13 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 TESTS  ?= tests
 PYTEST_FLAGS ?= -ra --durations=10
+WORKERS ?= 2
 FUZZ_FLAGS ?=
 
 # Only a run of all tests is held to the coverage that all tests reach.
 WHOLE := $(if $(filter-out tests,$(TESTS))$(filter -k% -m%,$(PYTEST_FLAGS)),,yes)
 REPORT := .coverage.json
+AT_ONCE := -n $(WORKERS) --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help env demo test fuzz lint format types wheel clean
@@ -28,7 +30,7 @@ demo: env  ## serve a tiny Qwen2.5-VL twice, eager and with encoder graphs, and 
 test: env  ## the tests and their coverage (TESTS=path for some of them, PYTEST_FLAGS=... for other flags)
 	@rm -f $(REPORT)
 	HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-ci} HF_HUB_OFFLINE=1 \
-	    $(PY) -m pytest -q $(PYTEST_FLAGS) $(if $(WHOLE),--cov --cov-report=json:$(REPORT)) $(TESTS)
+	    $(PY) -m pytest -q $(PYTEST_FLAGS) $(if $(WHOLE),$(AT_ONCE) --cov --cov-report=json:$(REPORT)) $(TESTS)
 	$(if $(WHOLE),@$(PY) tests/tools/coverage_gate.py $(REPORT))
 
 fuzz: env  ## each property 5,000 times; goes on where it was left (TESTS=path, FUZZ_FLAGS="--minutes 60")

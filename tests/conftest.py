@@ -36,14 +36,68 @@ def no_cuda_call() -> Iterator[None]:
     assert asked or torch is None or not torch.cuda.is_initialized(), "a test made a CUDA call"
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """How much of the tolerances the run has used."""
+# -- how much of the tolerances a run has used -----------------------------------------------------
+
+
+def _worst() -> dict[tuple[str, str, float], float]:
+    """Largest errors of this process, by what they were held against, dtype and tolerance."""
     oracles = sys.modules.get("vllm.vit_cudagraph.testing.oracles")
-    for (what, dtype), worst in sorted(getattr(oracles, "WORST", {}).items(), key=str):
-        allowed = oracles.TOLERANCE[dtype]  # type: ignore[union-attr]
+    return {
+        (what, str(dtype), oracles.TOLERANCE[dtype]): worst  # type: ignore[union-attr]
+        for (what, dtype), worst in getattr(oracles, "WORST", {}).items()
+    }
+
+
+_OF_WORKERS: dict[tuple[str, str, float], float] = {}
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """In a worker of pytest-xdist: tell the process that writes the summary."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["worst"] = [(*seen, e) for seen, e in _worst().items()]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    for *seen, worst in getattr(node, "workeroutput", {}).get("worst", ()):
+        key = seen[0], seen[1], seen[2]
+        _OF_WORKERS[key] = max(worst, _OF_WORKERS.get(key, 0.0))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    for (what, dtype, allowed), worst in sorted({**_OF_WORKERS, **_worst()}.items()):
         terminalreporter.write_line(
             f"largest error against {what}, {dtype}: {worst:.1e} of {allowed:.0e} allowed"
         )
+
+
+# -- two workers -----------------------------------------------------------------------------------
+
+_SERVERS = ("tests/test_serve.py", "tests/test_examples.py")
+"""Files whose tests start servers, each of which keeps both cores busy: never two of these files at
+once. They take the longest, so they come first."""
+
+
+def scope_of(nodeid: str) -> str:
+    """What a worker runs as a whole."""
+    return "servers" if nodeid.startswith(_SERVERS) else nodeid.split("::", 1)[0]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: not item.nodeid.startswith(_SERVERS))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file goes to one worker, and all files with servers to the same."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return scope_of(nodeid)
+
+    return ByFile(config, log)
 
 
 def pytest_unconfigure() -> None:
