@@ -2,7 +2,6 @@
 """One captured budget: what it refuses before a copy, and what stands in its buffers after one."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,23 +11,25 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.vit_cudagraph.captured import BufferMoved, CapturedBudget, SharedRows
+from vllm.vit_cudagraph.arena import FlatArena, HostArena, fill_host
+from vllm.vit_cudagraph.buffers import Buffers, SharedRows
+from vllm.vit_cudagraph.captured import BufferMoved, CapturedBudget
 from vllm.vit_cudagraph.geometry import Capacity, NotCapturable
-from vllm.vit_cudagraph.metadata import AttentionLayout, fill
+from vllm.vit_cudagraph.metadata import AttentionLayout, Exact, fill
 from vllm.vit_cudagraph.testing.profiles import examples
 
 CPU = torch.device("cpu")
 CAPACITY = Capacity(budget=4, items=3, patches=16, sequences=5, windows=0)
-PADDING = {
-    "pixel_values": partial(fill, pad="zero"),
-    "cos": partial(fill, pad="zero"),
-    "order": partial(fill, pad="identity"),
-    "cu_seqlens": partial(fill, pad="last"),
-    "lengths": partial(fill, pad="zero"),
-    "max_seqlen": partial(fill, pad="bound"),
+PADS = {
+    "cos": "zero",
+    "sin": "zero",
+    "order": "identity",
+    "cu_seqlens": "last",
+    "lengths": "zero",
+    "learned": "zero",
 }
 STALE = -99
-Values = dict[str, torch.Tensor | None]
+Values = dict[str, Exact | None]
 
 
 class NoGraph:
@@ -38,31 +39,58 @@ class NoGraph:
 
 def make_captured() -> CapturedBudget:
     """Buffers of every kind, full of an earlier batch's values."""
-    buffers = {
-        "pixel_values": torch.full((16, 6), float(STALE)),
-        "cos": torch.full((16, 2), float(STALE), dtype=torch.bfloat16),
-        "order": torch.full((4,), STALE),
-        "cu_seqlens": torch.full((6,), STALE, dtype=torch.int32),
-        "lengths": torch.full((5,), STALE, dtype=torch.int32),
+    host = HostArena(
+        {
+            "order": ((4,), torch.int64),
+            "cu_seqlens": ((6,), torch.int32),
+            "lengths": ((5,), torch.int32),
+        },
+        CPU,
+    )
+    table = (16, 2), torch.bfloat16
+    flat = FlatArena({"cos": table, "sin": table}, CPU)
+    pixels = SharedRows(torch.zeros(20, 6))
+    named = {
+        "pixel_values": pixels.rows[:16],
         "max_seqlen": torch.tensor(16, dtype=torch.int32),
+        "learned": torch.zeros(16, 3),
+        **host.buffers,
+        **flat.buffers,
     }
-    pixels = SharedRows(buffers["pixel_values"])
+    for name, buffer in named.items():
+        if name != "max_seqlen":
+            buffer.fill_(STALE)
+    for staged in host.staged.values():
+        staged.fill(STALE)
     pixels.dirty = len(pixels.rows)
-    return CapturedBudget(CAPACITY, NoGraph(), buffers, pixels, output=torch.zeros(4, 8))
+    memory = Buffers(named, pixels, PADS, host, [flat])
+    return CapturedBudget(CAPACITY, NoGraph(), memory, output=torch.zeros(4, 8))
 
 
 def values(tokens: int = 2, sequences: int = 2) -> Values:
-    """Exact values of a step that fits."""
+    """Exact values of a step that fits, each as it is made: integers on the host, positions and
+    pixels in pieces."""
     patches = 4 * tokens
-    ends = torch.linspace(0, patches, sequences + 1).to(torch.int32)
+    ends = np.linspace(0, patches, sequences + 1).astype(np.int32)
+    pieces = [4, patches - 4] if tokens > 1 else [4]
     return {
-        "pixel_values": torch.rand(patches, 6),
-        "cos": torch.rand(patches, 2).to(torch.bfloat16),
-        "order": torch.arange(tokens).flip(0),
+        "pixel_values": torch.rand(patches, 6).split(pieces),
+        "cos": torch.rand(patches, 2).to(torch.bfloat16).split(pieces),
+        "sin": torch.rand(patches, 2).to(torch.bfloat16).split(pieces),
+        "learned": [torch.rand(patches, 3)],
+        "order": np.arange(tokens)[::-1].copy(),
         "cu_seqlens": ends,
-        "lengths": ends.diff(),
-        "max_seqlen": torch.tensor(patches, dtype=torch.int32),
+        "lengths": np.diff(ends),
+        "max_seqlen": np.array(patches, dtype=np.int32),
     }
+
+
+def whole(value: Exact | None) -> torch.Tensor:
+    """The same as one tensor."""
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value)
+    assert value is not None
+    return value if isinstance(value, torch.Tensor) else torch.cat(list(value))
 
 
 def contents(captured: CapturedBudget) -> dict[str, torch.Tensor]:
@@ -115,16 +143,24 @@ REFUSED = {
         "cu_seqlens has more rows than its buffer",
     ),
     "one token too many": (
-        change("order", torch.arange(5)),
+        change("order", np.arange(5)),
         "order has more rows than its buffer",
     ),
     "long offsets": (
-        change("cu_seqlens", torch.zeros(3, dtype=torch.int64)),
+        change("cu_seqlens", np.zeros(3, dtype=np.int64)),
         "cu_seqlens dtype differs from the buffer",
     ),
     "metadata of the wrong dtype": (
         change("cos", torch.zeros(8, 2)),
         "cos dtype differs from the buffer",
+    ),
+    "one piece of another dtype": (
+        change("cos", [torch.zeros(4, 2).to(torch.bfloat16), torch.zeros(4, 2)]),
+        "cos dtype differs from the buffer",
+    ),
+    "pieces that are too many together": (
+        change("pixel_values", [torch.zeros(9, 6), torch.zeros(8, 6)]),
+        "pixel_values has more rows than its buffer",
     ),
     "metadata that is not there": (
         change("cos", None),
@@ -135,8 +171,12 @@ REFUSED = {
         "a tensor is missing from the metadata",
     ),
     "a number where rows belong": (
-        change("lengths", torch.tensor(3, dtype=torch.int32)),
+        change("lengths", np.array(3, dtype=np.int32)),
         "lengths rows differ in shape from the buffer's",
+    ),
+    "rows where a number belongs": (
+        change("max_seqlen", torch.zeros(1, dtype=torch.int32)),
+        "max_seqlen rows differ in shape from the buffer's",
     ),
 }
 
@@ -186,9 +226,22 @@ def test_what_the_graph_does_not_read_is_not_looked_at() -> None:
 def test_values_that_fill_every_buffer_pass() -> None:
     captured, them = make_captured(), values(tokens=4, sequences=5)
     captured.check(them)
-    captured.load(them, PADDING)
+    captured.load(them)
     for name, value in them.items():
-        assert torch.equal(captured.buffers[name], value), name
+        assert torch.equal(captured.buffers[name], whole(value)), name
+
+
+@pytest.mark.parametrize("how", [whole, lambda value: [whole(value)]], ids=["tensor", "piece"])
+def test_tensors_of_a_hook_are_loaded_as_well(how: Callable[[Any], Any]) -> None:
+    """A model's own ``vit_metadata`` gives tensors for everything."""
+    captured, them = make_captured(), values()
+    same = {name: how(value) if whole(value).ndim else whole(value) for name, value in them.items()}
+    captured.check(same)
+    captured.load(same)
+    expected = make_captured()
+    expected.load(them)
+    for name, buffer in captured.buffers.items():
+        assert torch.equal(buffer, expected.buffers[name]), name
 
 
 # -- buffers that moved ----------------------------------------------------------------------------
@@ -237,11 +290,13 @@ def test_loading_moves_nothing() -> None:
     for tokens, sequences in [(4, 5), (1, 1), (2, 2), (4, 1)]:
         them = values(tokens, sequences)
         captured.check(them)
-        captured.load(them, PADDING)
+        captured.load(them)
     assert {name: buffer.data_ptr() for name, buffer in captured.buffers.items()} == addresses
     assert {name: len(buffer) for name, buffer in captured.buffers.items() if buffer.ndim} == {
         "pixel_values": 16,
         "cos": 16,
+        "sin": 16,
+        "learned": 16,
         "order": 4,
         "cu_seqlens": 6,
         "lengths": 5,
@@ -262,17 +317,19 @@ def test_heads_are_exact_and_tails_are_padded_whatever_came_before(
     for tokens, sequences in steps:
         them = values(tokens, min(sequences, 4 * tokens))
         captured.check(them)
-        captured.load(them, PADDING)
+        captured.load(them)
         buffers = captured.buffers
         for name, value in them.items():
-            if value is not None and value.ndim:
-                assert torch.equal(buffers[name][: len(value)], value), name
-        offsets = them["cu_seqlens"]
+            exact = whole(value)
+            if exact.ndim:
+                assert torch.equal(buffers[name][: len(exact)], exact), name
+        offsets = whole(them["cu_seqlens"])
         assert (buffers["cu_seqlens"][len(offsets) :] == offsets[-1]).all()
         assert (buffers["cu_seqlens"].diff() >= 0).all()
         assert (buffers["lengths"][len(offsets) - 1 :] == 0).all()
         assert torch.equal(buffers["lengths"], buffers["cu_seqlens"].diff())
-        assert (buffers["cos"][4 * tokens :] == 0).all()
+        for name in ("cos", "sin", "learned"):
+            assert (buffers[name][4 * tokens :] == 0).all(), name
         assert buffers["order"][tokens:].tolist() == list(range(tokens, 4))
         assert sorted(buffers["order"].tolist()) == [0, 1, 2, 3]
         assert buffers["max_seqlen"] == 16, "a baked number is never written"
@@ -283,15 +340,25 @@ def test_values_of_any_stride_are_loaded() -> None:
     captured, them = make_captured(), values()
     pixels = torch.rand(6, 8).t()
     captured.check(them | {"pixel_values": pixels})
-    captured.load(them | {"pixel_values": pixels}, PADDING)
+    captured.load(them | {"pixel_values": pixels})
     assert torch.equal(captured.buffers["pixel_values"][:8], pixels)
 
 
 @pytest.mark.parametrize("pad", ["zero", "last", "identity"])
 def test_a_full_buffer_has_no_tail(pad: str) -> None:
-    buffer = torch.full((3,), STALE)
+    buffer, staged = torch.full((3,), STALE), np.full(3, STALE)
     fill(buffer, torch.tensor([2, 0, 1]), pad)
-    assert buffer.tolist() == [2, 0, 1]
+    fill_host(staged, np.array([2, 0, 1]), pad)
+    assert buffer.tolist() == staged.tolist() == [2, 0, 1]
+
+
+@pytest.mark.parametrize("pad", ["zero", "last", "identity", "sections"])
+def test_host_and_device_are_padded_alike(pad: str) -> None:
+    buffer, staged = torch.full((10,), STALE), np.full(10, STALE)
+    exact = np.array([0, 4, 0, 12])
+    fill(buffer, torch.from_numpy(exact), pad)
+    fill_host(staged, exact, pad)
+    assert buffer.tolist() == staged.tolist()
 
 
 # -- FlashInfer's two sections ---------------------------------------------------------------------
@@ -325,29 +392,30 @@ def test_sections_padded_to_capacity_are_upstreams_own(
     exact = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     slots = len(lengths) + unused
     repeated = np.concatenate([exact, np.full(unused, exact[-1], np.int32)])
-    expected = layout.offsets(repeated, CPU)
-    buffer = torch.full_like(layout.offsets(np.zeros(slots + 1, np.int32), CPU), STALE)
+    expected = layout.offsets(repeated)
+    buffer = np.full_like(layout.offsets(np.zeros(slots + 1, np.int32)), STALE)
     assert buffer.shape == expected.shape
-    fill(buffer, layout.offsets(exact, CPU), "sections")
-    assert torch.equal(buffer, expected)
-    for section in buffer.chunk(2):
-        assert (section.diff() >= 0).all()
+    fill_host(buffer, layout.offsets(exact), "sections")
+    assert buffer.tolist() == expected.tolist()
+    for section in np.split(buffer, 2):
+        assert (np.diff(section) >= 0).all()
     # Single lengths, which FlashInfer reads as well: unused slots are empty sequences.
-    singles = layout.lengths(np.zeros(slots + 1, np.int32), CPU)
-    assert singles is not None
-    singles.fill_(STALE)
-    fill(singles, layout.lengths(exact, CPU), "zero")
-    assert torch.equal(singles, layout.lengths(repeated, CPU))
+    singles, lone = layout.lengths(np.zeros(slots + 1, np.int32)), layout.lengths(exact)
+    padded = layout.lengths(repeated)
+    assert singles is not None and lone is not None and padded is not None
+    singles.fill(STALE)
+    fill_host(singles, lone, "zero")
+    assert singles.tolist() == padded.tolist()
 
 
 def test_padding_sections_as_one_would_be_wrong() -> None:
     """Why sections are padded each on its own: the check above can fail."""
     layout = flashinfer(8, 1, None)
     exact, repeated = np.array([0, 4], np.int32), np.array([0] + [4] * 9, np.int32)
-    expected = layout.offsets(repeated, CPU)
-    buffer = torch.zeros_like(expected)
-    fill(buffer, layout.offsets(exact, CPU), "last")
-    assert not torch.equal(buffer, expected)
+    expected = layout.offsets(repeated)
+    buffer = np.zeros_like(expected)
+    fill_host(buffer, layout.offsets(exact), "last")
+    assert buffer.tolist() != expected.tolist()
 
 
 @given(lengths=lengths_of_sequences, slack=st.integers(0, 4000))
@@ -360,7 +428,7 @@ def test_a_bound_in_flashinfers_buckets_covers_every_longest(
     exact = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     bound = layout.longest(np.array([0, max(lengths) + slack], np.int32))
     assert bound >= layout.longest(exact) >= max(lengths)
-    assert (bound.device, bound.ndim) == (CPU, 0)
+    assert bound.ndim == 0
 
 
 # -- pixel rows that graphs share ------------------------------------------------------------------
@@ -371,7 +439,7 @@ def shared_after(*loads: tuple[int, int]) -> SharedRows:
     shared = SharedRows(torch.zeros(16, 3))
     for used, capacity in loads:
         exact = torch.full((used, 3), float(used))
-        shared.load(exact, capacity)
+        shared.load(exact.tensor_split(min(2, used)), capacity)
         assert torch.equal(shared.rows[:used], exact)
         assert not shared.rows[used:capacity].any()
         assert not shared.rows[shared.dirty :].any()
@@ -397,7 +465,7 @@ def test_only_what_is_dirty_is_zeroed() -> None:
     shared = shared_after((12, 16), (2, 4))
     assert shared.dirty == 12  # rows 4 to 11 are beyond the small graph
     shared.rows[12:] = STALE  # as nothing but a load may do: a load does not go there
-    shared.load(torch.ones(1, 3), 16)
+    shared.load([torch.ones(1, 3)], 16)
     assert shared.dirty == 1
     assert (shared.rows[12:] == STALE).all() and not shared.rows[1:12].any()
 
@@ -405,5 +473,5 @@ def test_only_what_is_dirty_is_zeroed() -> None:
 def test_a_load_that_fails_leaves_its_rows_dirty() -> None:
     shared = shared_after((2, 4))
     with pytest.raises(RuntimeError):
-        shared.load(torch.ones(6, 4), 16)
+        shared.load([torch.ones(6, 4)], 16)
     assert shared.dirty == 6

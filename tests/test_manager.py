@@ -357,9 +357,7 @@ def test_lack_of_memory_retires_nothing(
 ) -> None:
     full = torch.OutOfMemoryError("none left just now")
     place = (
-        mock.patch.object(
-            manager.model, "prepare_encoder_cudagraph_replay_buffers", side_effect=full
-        )
+        mock.patch.object(manager.model, "vit_metadata_parts", side_effect=full)
         if where == "before the replay"
         else mock.patch.object(type(manager.captured[64].graph), "replay", side_effect=full)
     )

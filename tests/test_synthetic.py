@@ -346,9 +346,16 @@ def test_a_stale_buffer_shows(name: str) -> None:
     model = make(**STALE[name])
     manager = captured(model, budgets=[64], items=8)
     check_replayed(manager, managers.batch(model, RAGGED, seed=1))
-    padding = manager.config.padding_logics
+    captured_graph = manager.captured[64]
+    load, buffer = captured_graph.load, captured_graph.buffers[name]
+
+    def stale(them: Any) -> None:
+        kept = buffer.clone()
+        load(them)
+        buffer.copy_(kept)
+
     with (
-        mock.patch.dict(padding, {name: lambda buffer, exact: None}),
+        mock.patch.object(captured_graph, "load", stale),
         pytest.raises(AssertionError, match="Tensor-likes are not close"),
     ):
         check_replayed(manager, managers.batch(model, RAGGED[::-1], seed=1))

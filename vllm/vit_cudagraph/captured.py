@@ -3,43 +3,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
+from vllm.vit_cudagraph.arena import HostArena, fill_host
+from vllm.vit_cudagraph.buffers import Buffers
 from vllm.vit_cudagraph.geometry import PIXELS, Capacity, NotCapturable
 from vllm.vit_cudagraph.graphs import CapturedGraph
-
-Padding = Mapping[str, Callable[[torch.Tensor, torch.Tensor], None]]
+from vllm.vit_cudagraph.metadata import Exact, fill, is_pieces, joined
 
 
 class BufferMoved(RuntimeError):
     """A buffer that a graph reads lies at another address than at capture."""
-
-
-class SharedRows:
-    """Pixel rows that all graphs of a manager read; a smaller graph reads a prefix of them.
-
-    Attributes:
-        rows: ``[N, *pixel_row]`` for the largest graph.
-        dirty: Rows from here on are 0. It belongs to the rows, not to a graph: what one graph's
-            batch left behind is what the next graph finds.
-    """
-
-    def __init__(self, rows: torch.Tensor) -> None:
-        self.rows = rows
-        self.dirty = 0
-
-    def load(self, exact: torch.Tensor, capacity: int) -> None:
-        """Write ``exact`` at the front, and 0 behind it as far as a graph of ``capacity`` rows
-        reads. Only rows that are not 0 already are written."""
-        used, dirty = len(exact), self.dirty
-        self.dirty = max(used, dirty)  # holds if a copy fails half way
-        self.rows[:used].copy_(exact)
-        self.rows[used : min(dirty, capacity)].zero_()
-        if dirty <= capacity:
-            self.dirty = used
 
 
 @dataclass
@@ -49,23 +27,23 @@ class CapturedBudget:
     Attributes:
         capacity: What the buffers hold; ``capacity.budget`` is the token budget.
         graph: Reads ``buffers``, writes ``output``.
-        buffers: Pixels and metadata; a name without a buffer is None in the tower's metadata.
-        pixels: The rows whose first ``capacity.patches`` are the pixel buffer.
-        output: The tower's output rows. They lie in the pool that the graphs share, so the next
-            replay of this graph or of another one overwrites them.
+        memory: Where the buffers lie.
+        output: The tower's output rows, a prefix of rows that all graphs share: the next replay of
+            this graph or of another one overwrites them.
     """
 
     capacity: Capacity
     graph: CapturedGraph
-    buffers: dict[str, torch.Tensor]
-    pixels: SharedRows
+    memory: Buffers
     output: torch.Tensor
+    buffers: dict[str, torch.Tensor] = field(init=False)
     _addresses: dict[str, int] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.buffers = self.memory.named
         self._addresses = {name: buffer.data_ptr() for name, buffer in self.buffers.items()}
 
-    def check(self, values: Mapping[str, torch.Tensor | None]) -> None:
+    def check(self, values: Mapping[str, Exact | None]) -> None:
         """Hold values against buffers before anything is copied.
 
         Raises:
@@ -83,37 +61,75 @@ class CapturedBudget:
             value = values.get(name)
             if value is None:
                 raise NotCapturable("a tensor is missing from the metadata", name)
-            if value.dtype != buffer.dtype and buffer.ndim:
-                kind = "pixel" if name == PIXELS else name
+            if not buffer.ndim:
+                _check_longest(name, value, buffer)
+                continue
+            pieces = value if is_pieces(value) else (value,)
+            for piece in pieces:
+                _check_rows(name, piece, buffer)
+            rows = sum(map(len, pieces))
+            if rows > len(buffer):
                 raise NotCapturable(
-                    f"{kind} dtype differs from the buffer", f"{value.dtype}, not {buffer.dtype}"
-                )
-            if value.ndim != buffer.ndim or value.shape[1:] != buffer.shape[1:]:
-                raise NotCapturable(
-                    f"{name} rows differ in shape from the buffer's",
-                    f"{tuple(value.shape[1:])}, not {tuple(buffer.shape[1:])}",
-                )
-            if buffer.ndim and len(value) > len(buffer):
-                raise NotCapturable(
-                    f"{name} has more rows than its buffer", f"{len(value)} > {len(buffer)}"
-                )
-            if not buffer.ndim and value > buffer:
-                raise NotCapturable(
-                    f"{name} is above what the graph covers", f"{int(value)} > {int(buffer)}"
+                    f"{name} has more rows than its buffer", f"{rows} > {len(buffer)}"
                 )
 
-    def load(self, values: Mapping[str, torch.Tensor | None], padding: Padding) -> None:
-        """Copy values into the buffers and pad their tails.
+    def load(self, values: Mapping[str, Exact | None]) -> None:
+        """Write values into the buffers and pad their tails.
 
         Args:
-            values: Held against the buffers by :meth:`check` before.
-            padding: How each metadata buffer is filled. Longest lengths are baked and are not
-                written.
+            values: Held against the buffers by :meth:`check` before. Longest lengths are baked and
+                are not written.
         """
-        for name, buffer in self.buffers.items():
-            value = values[name]
-            assert value is not None
-            if name == PIXELS:
-                self.pixels.load(value, self.capacity.patches)
-            else:
-                padding[name](buffer, value)
+        memory, left = self.memory, dict(values)
+        pixels = left.pop(PIXELS)
+        assert pixels is not None
+        memory.pixels.load(pixels if is_pieces(pixels) else [pixels], self.capacity.patches)
+        if memory.host is not None:
+            self._load_host(memory.host, left)
+        for flat in memory.flat:
+            if all(is_pieces(left[name]) for name in flat.buffers):
+                flat.load({name: left.pop(name) for name in flat.buffers})
+        for name, value in left.items():
+            buffer = self.buffers.get(name)
+            if buffer is not None and buffer.ndim:
+                assert value is not None
+                fill(buffer, joined(value), memory.pads[name])
+
+    def _load_host(self, arena: HostArena, left: dict[str, Exact | None]) -> None:
+        """Values that lie on the host go through the staging area; others are left."""
+        arena.wait()
+        for name, staged in arena.staged.items():
+            value = left[name]
+            if isinstance(value, np.ndarray):
+                fill_host(staged, value, self.memory.pads[name])
+                del left[name]
+        arena.send()
+
+
+def _check_rows(name: str, piece: torch.Tensor | np.ndarray, buffer: torch.Tensor) -> None:
+    dtype = piece.dtype if isinstance(piece, torch.Tensor) else _TORCH_OF[piece.dtype.name]
+    if dtype != buffer.dtype:
+        kind = "pixel" if name == PIXELS else name
+        raise NotCapturable(f"{kind} dtype differs from the buffer", f"{dtype}, not {buffer.dtype}")
+    if piece.ndim != buffer.ndim or tuple(piece.shape[1:]) != tuple(buffer.shape[1:]):
+        raise NotCapturable(
+            f"{name} rows differ in shape from the buffer's",
+            f"{tuple(piece.shape[1:])}, not {tuple(buffer.shape[1:])}",
+        )
+
+
+def _check_longest(name: str, value: Exact, buffer: torch.Tensor) -> None:
+    """A longest length is a host number that the graph has baked."""
+    if is_pieces(value) or value.ndim:
+        raise NotCapturable(
+            f"{name} rows differ in shape from the buffer's", "rows, not one number"
+        )
+    if int(value) > int(buffer):
+        raise NotCapturable(
+            f"{name} is above what the graph covers", f"{int(value)} > {int(buffer)}"
+        )
+
+
+_TORCH_OF = {
+    name: getattr(torch, name) for name in ("int8", "uint8", "int16", "int32", "int64")
+} | {name: getattr(torch, name) for name in ("float16", "float32", "float64", "bool")}

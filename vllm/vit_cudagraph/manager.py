@@ -16,6 +16,7 @@ to ``clear``, in the pool handed in each time.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,10 +26,11 @@ from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.logger import init_logger
 from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
 from vllm.vit_cudagraph import budgets
-from vllm.vit_cudagraph.captured import BufferMoved, CapturedBudget, SharedRows
+from vllm.vit_cudagraph.buffers import SharedRows
+from vllm.vit_cudagraph.captured import BufferMoved, CapturedBudget
 from vllm.vit_cudagraph.eligibility import config_refusal, model_refusal
 from vllm.vit_cudagraph.failures import RankFailure, brief, poisons_the_process
-from vllm.vit_cudagraph.geometry import Capacity, NotCapturable
+from vllm.vit_cudagraph.geometry import PIXELS, Capacity, NotCapturable
 from vllm.vit_cudagraph.graphs import backend_for
 from vllm.vit_cudagraph.mixin import ViTInputs, WindowedViTCudaGraphMixin
 from vllm.vit_cudagraph.planning import Step, plan_steps
@@ -61,6 +63,7 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
         self.captured: dict[int, CapturedBudget] = {}
         self.left_out: dict[str, list[int]] = {}
         self._pixels: SharedRows | None = None
+        self._outputs: torch.Tensor | None = None
         self.statistics = Statistics()
         self._log_interval = log_interval()
         self.refusal = self._why_nothing_is_captured()
@@ -97,7 +100,7 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
         super().clear()
         if self.on_mixin:
             self.captured.clear()
-            self._pixels = None
+            self._pixels = self._outputs = None
 
     def capture(self, graph_pool: Any) -> None:
         """Capture every token budget, largest first; one that fails is left out.
@@ -149,19 +152,25 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
             if not self.captured:
                 # The largest graph that can be captured has room for all others.
                 rows = self.model.vit_pixel_buffer(capacity, self.device, self.dtype)
-                self._pixels = SharedRows(rows)
-            assert self._pixels is not None
-            pixels = self._pixels.rows[: capacity.patches]
-            buffers = self.model.vit_buffers(capacity, self.device, pixels)
-        graph, output = self.backend.capture(
-            lambda: self.model.encoder_cudagraph_forward(dict(buffers)), self.graph_pool
-        )
+                self._pixels, self._outputs = SharedRows(rows), None
+            memory = self.model.vit_buffers(capacity, self._pixels)
+        graph, output = self.backend.capture(lambda: self._forward(memory.named), self.graph_pool)
         expected = self.model.vit_declared.tower_rows_capacity(capacity)
         if expected not in (None, len(output)):
             raise ValueError(
                 f"the tower gave {len(output)} rows where vit_geometry() asks for {expected}"
             )
-        return CapturedBudget(capacity, graph, buffers, self._pixels, output)
+        return CapturedBudget(capacity, graph, memory, output)
+
+    def _forward(self, buffers: dict[str, torch.Tensor]) -> torch.Tensor:
+        """What is captured: the tower, and its rows into the output that all graphs share."""
+        rows = self.model.encoder_cudagraph_forward(dict(buffers))
+        if self._outputs is None:  # the warm-up of the largest graph, outside of its capture
+            with torch.inference_mode(False):
+                self._outputs = torch.zeros_like(rows)
+        output = self._outputs[: len(rows)]
+        output.copy_(rows)
+        return output
 
     def _free_memory(self) -> int:
         """Free device memory in bytes; on the twin, what the buffers take, negated."""
@@ -217,32 +226,27 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
     def _execute_ranks(self, mm_kwargs: dict[str, Any], inputs: ViTInputs) -> list[torch.Tensor]:
         """All items here, or this rank's share and the others' by upstream's gather."""
         if not self.use_dp:
-            return self._execute_steps(mm_kwargs)
+            return self._execute_steps(mm_kwargs, inputs)
         tokens = [self.model.vit_declared.output_tokens(grid) for grid in inputs.grids]
         local_kwargs, assignment, counts, most_tokens = self._dp_shard(mm_kwargs, tokens)
-        local = self._execute_steps(local_kwargs)
+        local = self._execute_steps(local_kwargs, self.model.vit_inputs(local_kwargs))
         return self._dp_gather(local, tokens, assignment, counts, most_tokens)
 
-    def _execute_steps(self, mm_kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        inputs = self.model.vit_inputs(mm_kwargs)
+    def _execute_steps(self, mm_kwargs: dict[str, Any], inputs: ViTInputs) -> list[torch.Tensor]:
         outputs: dict[int, torch.Tensor] = {}
-        tokens = [self.model.vit_declared.output_tokens(grid) for grid in inputs.grids]
+        ends = self.model.vit_ends(inputs.grids)
         for step in self._plan(inputs):
-            step_kwargs = self.model.vit_repack(mm_kwargs, step.items)
-            rows = self._replay(step, step_kwargs, sum(tokens[i] for i in step.items))
-            replayed = rows is not None
+            grids = [inputs.grids[i] for i in step.items]
+            rows = self._replay(step, inputs, ends)
             if rows is None:
                 with torch.inference_mode():
-                    rows = self.model.encoder_eager_forward(step_kwargs)
-            self.model.postprocess_encoder_output(
-                {"default": rows},
-                list(step.items),
-                tokens,
-                outputs,
-                clone=replayed,
-                batch_mm_kwargs=step_kwargs,
-            )
-        return [outputs[i] for i in range(len(tokens))]
+                    rows = self.model.encoder_eager_forward(
+                        self.model.vit_repack(mm_kwargs, step.items)
+                    )
+            items = self.model.vit_split(rows, grids)
+            for index, item in zip(step.items, items, strict=True):
+                outputs[index] = item
+        return [outputs[i] for i in range(len(inputs.grids))]
 
     def _plan(self, inputs: ViTInputs) -> list[Step]:
         usages = [self.model.vit_declared.usage(grid) for grid in inputs.grids]
@@ -264,21 +268,22 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
             return capacities
         return [replace(c, frames=frames) for c in capacities]
 
-    def _replay(self, step: Step, mm_kwargs: dict[str, Any], tokens: int) -> torch.Tensor | None:
-        """The graph's output rows (overwritten by the next replay), or None for an eager run.
+    def _replay(self, step: Step, inputs: ViTInputs, ends: Sequence[int]) -> torch.Tensor | None:
+        """A copy of the graph's output rows, or None for an eager run.
 
         Args:
-            step: Its items have ``tokens`` output tokens together.
-            mm_kwargs: Those items alone.
+            step: Its items, and which graph.
+            inputs: Of the whole batch.
+            ends: Patches before each item of the batch, and of all.
         """
         captured = None if step.budget is None else self.captured.get(step.budget)
         if captured is None:
             self._count_eager(step.reason or "its graph was retired", len(step.items))
             return None
+        grids = [inputs.grids[i] for i in step.items]
         try:
-            values = self.model.prepare_encoder_cudagraph_replay_buffers(
-                mm_kwargs, self.max_batch_size, self.max_frames_per_batch
-            ).values
+            metadata = self.model.vit_metadata_parts(grids, self.device)
+            values = {**metadata, PIXELS: inputs.pieces(ends, step.items)}
             captured.check(values)
         except NotCapturable as refused:
             self._count_eager(refused.reason, len(step.items), str(refused))
@@ -287,16 +292,19 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
             self._give_up(captured, error, len(step.items), retire=isinstance(error, BufferMoved))
             return None
         try:
-            captured.load(values, self.config.padding_logics)
+            captured.load(values)
             captured.graph.replay()
+            # The next replay overwrites the output; what is handed out must stay as it is.
+            rows = captured.output[: self.model.vit_declared.tower_rows(grids)].clone()
         except Exception as error:
             # Lack of memory passes; an eager run needs more of it than a replay.
             retire = not isinstance(error, torch.OutOfMemoryError)
             self._give_up(captured, error, len(step.items), retire)
             return None
+        tokens = sum(map(self.model.vit_declared.output_tokens, grids))
         self.statistics.count_replay(captured.capacity.budget, len(step.items), tokens)
         self.graph_hits += len(step.items)
-        return captured.output
+        return rows
 
     # -- failures and counts -------------------------------------------------------------------
 

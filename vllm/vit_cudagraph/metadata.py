@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -20,9 +20,15 @@ import torch
 from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderAttention
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.vit_cudagraph.geometry import Capacity, Grid, Pad, Rows, ViTGeometry
+from vllm.vit_cudagraph.geometry import Grid, Pad, Rows, ViTGeometry
 
 Offsets = npt.NDArray[np.int32]
+
+Exact = torch.Tensor | npt.NDArray[Any] | Sequence[torch.Tensor]
+"""One tensor of the metadata, exact and unpadded: whole, still on the host, or in pieces whose
+rows follow each other."""
+
+_HOST = torch.device("cpu")
 
 CACHE_BYTES = 64 << 20
 """Device memory that cached position rows may take; the least recently used grid goes first."""
@@ -57,25 +63,28 @@ class AttentionLayout:
         """FlashInfer's offsets come in two sections of equal length (Q/K/O and V)."""
         return self.backend == AttentionBackendEnum.FLASHINFER
 
-    def offsets(self, cumulative: Offsets, device: torch.device) -> torch.Tensor:
-        """Offsets in patches, shape ``[S + 1]``, as the backend reads them on ``device``."""
+    def offsets(self, cumulative: Offsets) -> npt.NDArray[Any]:
+        """Offsets in patches, shape ``[S + 1]``, laid out as the backend reads them."""
         return MMEncoderAttention.maybe_recompute_cu_seqlens(
             self.backend,
             cumulative,
             self.hidden_size,
             self.tp_size,
-            device,
+            _HOST,
             fp8_padded_hidden_size=self.fp8_padded_hidden_size,
-        )
+        ).numpy()
 
-    def lengths(self, cumulative: Offsets, device: torch.device) -> torch.Tensor | None:
+    def lengths(self, cumulative: Offsets) -> npt.NDArray[Any] | None:
         """Single lengths, or None where the backend does not read them."""
-        return MMEncoderAttention.maybe_compute_seq_lens(self.backend, cumulative, device)
+        lengths = MMEncoderAttention.maybe_compute_seq_lens(self.backend, cumulative, _HOST)
+        return None if lengths is None else lengths.numpy()
 
-    def longest(self, cumulative: Offsets) -> torch.Tensor:
-        """The longest sequence as a 0-d int32 **host** tensor (0 where no backend reads it)."""
-        bound = MMEncoderAttention.compute_max_seqlen(self.backend, cumulative)
-        return torch.tensor(bound, dtype=torch.int32)
+    def longest(self, cumulative: Offsets) -> npt.NDArray[np.int32]:
+        """The longest sequence, 0-d int32 (0 where no backend reads it). It stays on the host,
+        since attention reads it as a Python number."""
+        return np.array(
+            MMEncoderAttention.compute_max_seqlen(self.backend, cumulative), dtype=np.int32
+        )
 
 
 class RowCache:
@@ -135,7 +144,7 @@ class MetadataBuilder:
         return AttentionLayout.of_tower(self.tower)
 
     def build(self, grids: Sequence[Grid], device: torch.device) -> dict[str, torch.Tensor | None]:
-        """The exact, unpadded metadata of some items.
+        """The exact, unpadded metadata of some items as tensors: :meth:`parts`, joined and moved.
 
         Args:
             grids: At least one item; a window never spans two of them.
@@ -146,27 +155,47 @@ class MetadataBuilder:
             A tensor for every name in the geometry's rows; None where the attention backend does
             not read that tensor.
         """
+        made: dict[str, torch.Tensor | None] = {}
+        for name, part in self.parts(grids).items():
+            if part is None:
+                made[name] = None
+            elif self.geometry.rows[name].kind == "longest":
+                made[name] = torch.from_numpy(part)
+            elif isinstance(part, np.ndarray):
+                made[name] = async_tensor_h2d(torch.from_numpy(part), device)
+            else:
+                made[name] = joined(part).to(device)
+        return made
+
+    def parts(self, grids: Sequence[Grid]) -> dict[str, Exact | None]:
+        """The exact, unpadded metadata of some items, each part where it was made.
+
+        Returns:
+            Arrays on the host for what the grids alone give (offsets, lengths, window order, and
+            0-d the longest length); pieces on the tower's device, one an item, for positions.
+        """
         offsets = {
             name: self._offsets(row, grids)
             for name, row in self.geometry.rows.items()
             if row.value == "offsets"
         }
         learned = self._learned(grids)
-        metadata: dict[str, torch.Tensor | None] = {}
+        positions = [self.cache.get(grid, self._make_positions) for grid in grids]
+        parts: dict[str, Exact | None] = {}
         for name, row in self.geometry.rows.items():
             match row.value:
                 case "offsets":
-                    metadata[name] = self.layout.offsets(offsets[name], device)
+                    parts[name] = self.layout.offsets(offsets[name])
                 case "lengths":
-                    metadata[name] = self.layout.lengths(offsets[str(row.covers)], device)
+                    parts[name] = self.layout.lengths(offsets[str(row.covers)])
                 case "longest":
-                    metadata[name] = self.layout.longest(offsets[str(row.covers)])
+                    parts[name] = self.layout.longest(offsets[str(row.covers)])
                 case "position":
-                    metadata[name] = self._positions(name, grids, device)
+                    parts[name] = [rows[name] for rows in positions]
                 case "learned":
-                    metadata[name] = learned[name].to(device)
-        metadata.update(self._window_index(grids, device))
-        return {name: metadata[name] for name in self.geometry.rows}
+                    parts[name] = [learned[name]]
+        parts.update(self._window_index(grids))
+        return {name: parts[name] for name in self.geometry.rows}
 
     def _offsets(self, row: Rows, grids: Sequence[Grid]) -> Offsets:
         """Cumulative lengths in patches, int32, from 0; shape ``[S + 1]`` or ``[W + 1]``."""
@@ -177,10 +206,6 @@ class MetadataBuilder:
         )
         parts = [np.asarray(of_grid(grid), dtype=np.int32) for grid in grids]
         return np.concatenate([np.zeros(1, np.int32), *parts]).cumsum(dtype=np.int32)
-
-    def _positions(self, name: str, grids: Sequence[Grid], device: torch.device) -> torch.Tensor:
-        parts = [self.cache.get(grid, self._make_positions)[name] for grid in grids]
-        return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(device)
 
     def _make_positions(self, grid: Grid) -> dict[str, torch.Tensor]:
         made = self.position_rows(grid)
@@ -193,7 +218,7 @@ class MetadataBuilder:
             return self.learned_rows(grids)
         return {}
 
-    def _window_index(self, grids: Sequence[Grid], device: torch.device) -> dict[str, torch.Tensor]:
+    def _window_index(self, grids: Sequence[Grid]) -> dict[str, npt.NDArray[np.int64]]:
         """Window order of all items' tokens and its inverse, int64, shape ``[T]`` each."""
         named = {row.value: name for name, row in self.geometry.rows.items()}
         if "order" not in named:
@@ -204,62 +229,24 @@ class MetadataBuilder:
             parts.append(order + first)
             first += len(order)
         order = np.concatenate(parts)
-        both = {named["order"]: order, named["inverse"]: self.geometry.inverse_order(order)}
-        return {name: async_tensor_h2d(torch.from_numpy(a), device) for name, a in both.items()}
+        return {named["order"]: order, named["inverse"]: self.geometry.inverse_order(order)}
 
 
-# -- buffers -----------------------------------------------------------------------------------
+# -- tensors whole and in pieces ---------------------------------------------------------------
 
 
-def allocate(
-    builder: MetadataBuilder,
-    probe: Mapping[str, torch.Tensor | None],
-    capacity: Capacity,
-    device: torch.device,
-) -> dict[str, torch.Tensor]:
-    """Buffers for the metadata of any step within ``capacity``, holding the smallest item.
-
-    Leading sizes come from what the rows count. Longest lengths are the bound over all such steps,
-    since a graph bakes them in.
-
-    Args:
-        builder: The tower's.
-        probe: Metadata of the smallest item: tells dtypes and trailing shapes. Names that are None
-            in it (the attention backend does not read them) get no buffer.
-        capacity: What the buffers must hold.
-        device: Where they lie.
-    """
-    geometry = builder.geometry
-    buffers: dict[str, torch.Tensor] = {}
-    for name, row in geometry.rows.items():
-        exact = probe[name]
-        if exact is None:
-            continue
-        if row.kind == "longest":
-            bound = geometry.longest_bound(name, capacity)
-            buffers[name] = builder.layout.longest(np.array([0, bound], dtype=np.int32))
-            continue
-        rows = _buffer_rows(builder, row, capacity, device)
-        buffers[name] = exact.new_zeros((rows, *exact.shape[1:]))
-        fill(buffers[name], exact, pad_of(builder, row))
-    return buffers
+def is_pieces(value: Exact) -> TypeGuard[Sequence[torch.Tensor]]:
+    """Whether rows come in pieces that follow each other."""
+    return not isinstance(value, (torch.Tensor, np.ndarray))
 
 
-def _buffer_rows(
-    builder: MetadataBuilder, row: Rows, capacity: Capacity, device: torch.device
-) -> int:
-    count = builder.geometry.rows_capacity(row.kind, capacity)
-    if row.value not in ("offsets", "lengths"):
-        return count
-    # The backend may round the number of slots up (FlashInfer does): ask it.
-    empty = np.zeros(count + 1, dtype=np.int32)
-    laid_out = (
-        builder.layout.offsets(empty, device)
-        if row.value == "offsets"
-        else builder.layout.lengths(empty, device)
-    )
-    assert laid_out is not None
-    return len(laid_out)
+def joined(value: Exact) -> torch.Tensor:
+    """One tensor; nothing is copied where it is one already."""
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value)
+    if isinstance(value, torch.Tensor):
+        return value
+    return value[0] if len(value) == 1 else torch.cat(list(value))
 
 
 def pad_of(builder: MetadataBuilder, row: Rows) -> Pad | str:

@@ -15,12 +15,12 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import accumulate
 from typing import Any
 
 import torch
 
 from vllm.model_executor.models.interfaces import SupportsEncoderCudaGraph
-from vllm.model_executor.models.utils import scatter_output_slices
 from vllm.v1.worker.encoder_cudagraph_defs import (
     EncoderCudaGraphCaptureInputs,
     EncoderCudaGraphConfig,
@@ -28,6 +28,7 @@ from vllm.v1.worker.encoder_cudagraph_defs import (
     EncoderCudaGraphReplayBuffers,
     EncoderItemSpec,
 )
+from vllm.vit_cudagraph.buffers import Buffers, SharedRows, allocate
 from vllm.vit_cudagraph.eligibility import model_refusal
 from vllm.vit_cudagraph.geometry import (
     MALFORMED,
@@ -38,7 +39,7 @@ from vllm.vit_cudagraph.geometry import (
     NotCapturable,
     ViTGeometry,
 )
-from vllm.vit_cudagraph.metadata import MetadataBuilder, allocate, fill, pad_of
+from vllm.vit_cudagraph.metadata import Exact, MetadataBuilder, fill, pad_of
 from vllm.vit_cudagraph.planning import MIN_TOKEN_BUDGET
 
 
@@ -57,6 +58,21 @@ class ViTInputs:
     pixels: torch.Tensor
     grids: list[Grid]
     keys: tuple[str, str]
+
+    def pieces(self, ends: Sequence[int], items: Sequence[int]) -> list[torch.Tensor]:
+        """Pixels of some items: views, one for each run of neighbours.
+
+        Args:
+            ends: Patches before each item, and of all.
+            items: Ascending.
+        """
+        runs: list[list[int]] = []
+        for item in items:
+            if runs and runs[-1][1] == item:
+                runs[-1][1] += 1
+            else:
+                runs.append([item, item + 1])
+        return [self.pixels[ends[start] : ends[stop]] for start, stop in runs]
 
 
 class WindowedViTCudaGraphMixin(SupportsEncoderCudaGraph):
@@ -99,15 +115,10 @@ class WindowedViTCudaGraphMixin(SupportsEncoderCudaGraph):
     def vit_repack(self, mm_kwargs: Mapping[str, Any], items: Sequence[int]) -> dict[str, Any]:
         """The same kwargs for some items, in that order: pixels ``[N', *pixel_row]`` and grids."""
         inputs = self.vit_inputs(mm_kwargs)
-        ends = [0]
-        for grid in inputs.grids:
-            ends.append(ends[-1] + self.vit_declared.patches(grid))
-        first = items[0] if items else 0
-        if list(items) == list(range(first, first + len(items))):
-            # Neighbours in order are one slice: nothing is copied.
-            pixels = inputs.pixels[ends[first] : ends[first + len(items)]]
-        else:
-            pixels = torch.cat([inputs.pixels[ends[i] : ends[i + 1]] for i in items])
+        ends = self.vit_ends(inputs.grids)
+        # Neighbours in order are one slice: nothing is copied.
+        pieces = inputs.pieces(ends, items)
+        pixels = pieces[0] if len(pieces) == 1 else torch.cat(pieces or [inputs.pixels[:0]])
         return {inputs.keys[0]: pixels, inputs.keys[1]: [inputs.grids[i] for i in items]}
 
     def vit_capturable(self, grid: Grid) -> bool:
@@ -150,6 +161,10 @@ class WindowedViTCudaGraphMixin(SupportsEncoderCudaGraph):
     def vit_declared(self) -> ViTGeometry:
         """The geometry, read once."""
         return self.vit_geometry()
+
+    def vit_ends(self, grids: Sequence[Grid]) -> list[int]:
+        """Patches before each item, and of all: one number more than items."""
+        return [0, *accumulate(map(self.vit_declared.patches, grids))]
 
     @cached_property
     def _vit_builder(self) -> MetadataBuilder:
@@ -209,14 +224,35 @@ class WindowedViTCudaGraphMixin(SupportsEncoderCudaGraph):
             dtype=getattr(norm, "input_dtype", None) or dtype,
         )
 
-    def vit_buffers(
-        self, capacity: Capacity, device: torch.device, pixels: torch.Tensor
-    ) -> dict[str, torch.Tensor]:
-        """Buffers that a graph of ``capacity`` reads: ``pixels``, and every metadata tensor at its
-        capacity."""
+    def vit_buffers(self, capacity: Capacity, pixels: SharedRows) -> Buffers:
+        """Buffers that a graph of ``capacity`` reads: a prefix of ``pixels``, and every metadata
+        tensor at its capacity."""
         # The hook itself is probed, so that a name that only an override makes has a buffer too.
-        smallest = self.vit_metadata([self.vit_declared.smallest_grid()], device)
-        return {PIXELS: pixels, **allocate(self._vit_builder, smallest, capacity, device)}
+        smallest = self.vit_metadata([self.vit_declared.smallest_grid()], pixels.rows.device)
+        return allocate(self._vit_builder, smallest, capacity, pixels)
+
+    def vit_metadata_parts(
+        self, grids: Sequence[Grid], device: torch.device
+    ) -> Mapping[str, Exact | None]:
+        """What :meth:`vit_metadata` gives, before it is joined and moved; just that, where a model
+        overrides it."""
+        hook = getattr(self.vit_metadata, "__func__", None)
+        if hook is WindowedViTCudaGraphMixin.vit_metadata:
+            return self._vit_builder.parts(grids)
+        return self.vit_metadata(grids, device)
+
+    def vit_split(self, rows: torch.Tensor, grids: Sequence[Grid]) -> list[torch.Tensor]:
+        """Project one step's rows, and split them into items, which are views.
+
+        Raises:
+            RuntimeError: The rows are not as many as geometry and grids ask for: a wrong geometry
+                must not split rows among items in a plausible way.
+        """
+        self._check_rows("the tower", len(rows), self.vit_declared.tower_rows(grids))
+        rows = self.vit_project(rows, grids)
+        tokens = [self.vit_declared.output_tokens(grid) for grid in grids]
+        self._check_rows("vit_project", len(rows), sum(tokens))
+        return list(rows.split(tokens))
 
     # -- vLLM's protocol -----------------------------------------------------------------------
 
@@ -277,8 +313,8 @@ class WindowedViTCudaGraphMixin(SupportsEncoderCudaGraph):
     ) -> EncoderCudaGraphCaptureInputs:
         limits = Limits(items=max_batch_size, tokens_per_sequence=1)
         capacity = self.vit_declared.capacity(token_budget, limits)
-        pixels = self.vit_pixel_buffer(capacity, device, dtype)
-        return EncoderCudaGraphCaptureInputs(values=self.vit_buffers(capacity, device, pixels))
+        pixels = SharedRows(self.vit_pixel_buffer(capacity, device, dtype))
+        return EncoderCudaGraphCaptureInputs(values=self.vit_buffers(capacity, pixels).named)
 
     def prepare_encoder_cudagraph_replay_buffers(
         self,
@@ -318,20 +354,13 @@ class WindowedViTCudaGraphMixin(SupportsEncoderCudaGraph):
         """Cut padding off, project, and split into items. With ``clone`` the rows are copied once
         and items are views of the copy, so that no later replay overwrites what was handed out."""
         assert batch_mm_kwargs is not None
-        grids = self.vit_inputs(batch_mm_kwargs).grids
-        expected = self.vit_declared.tower_rows(grids)
-        rows = outputs["default"]
-        # A replay has rows of padding after them; an eager run has none.
-        self._check_rows(
-            "the tower", len(rows) if not clone else min(len(rows), expected), expected
-        )
-        rows = self.vit_project(rows[:expected].clone() if clone else rows, grids)
-        tokens = sum(per_item_out_tokens[index] for index in indices)
-        self._check_rows("vit_project", len(rows), tokens)
-        scatter_output_slices(rows, indices, per_item_out_tokens, dest)
+        grids, rows = self.vit_inputs(batch_mm_kwargs).grids, outputs["default"]
+        if clone:  # a replay has rows of padding after its own; an eager run has none
+            rows = rows[: self.vit_declared.tower_rows(grids)].clone()
+        for index, item in zip(indices, self.vit_split(rows, grids), strict=True):
+            dest[index] = item
 
     def _check_rows(self, maker: str, rows: int, expected: int) -> None:
-        """A wrong geometry must not split rows among items in a plausible way."""
         if rows != expected:
             raise RuntimeError(
                 f"{maker} of {type(self).__name__} gave {rows} rows where vit_geometry() and the "

@@ -17,6 +17,7 @@ from unittest import mock
 import torch
 
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.vit_cudagraph.buffers import SharedRows
 from vllm.vit_cudagraph.eligibility import config_refusal, model_refusal
 from vllm.vit_cudagraph.geometry import PIXELS, Limits, ViTGeometry
 from vllm.vit_cudagraph.metadata import fill, pad_of
@@ -129,8 +130,8 @@ def _sections_are_padded_each_on_its_own(suite: EncoderGraphConformance) -> None
     batch = _still(geometry, (2, 3), (1, 4))
     with mock.patch.object(tower, "attn_backend", AttentionBackendEnum.FLASHINFER):
         builder, device = model._vit_builder, torch.device("cpu")
-        pixels = model.vit_pixel_buffer(capacity, device, torch.float32)
-        buffers = model.vit_buffers(capacity, device, pixels)
+        pixels = SharedRows(model.vit_pixel_buffer(capacity, device, torch.float32))
+        buffers = model.vit_buffers(capacity, pixels).named
         exact = model.vit_metadata(list(batch.grids), device)
         for name, row in geometry.rows.items():
             if row.value != "offsets":

@@ -9,14 +9,14 @@ A sabotage takes the original function and the arguments of the call::
 
     @fault("tail padded with zeros", "images")
     def _(plant, model):
-        plant.patch(mixin, "fill", lambda fill, buffer, exact, pad: ...)
+        plant.patch(captured_module, "fill_host", lambda fill, staged, exact, pad: ...)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 from unittest import mock
@@ -24,13 +24,14 @@ from unittest import mock
 import numpy as np
 import torch
 
-from vllm.vit_cudagraph import manager as manager_module
-from vllm.vit_cudagraph import mixin
-from vllm.vit_cudagraph.captured import CapturedBudget, SharedRows
+from vllm.vit_cudagraph import captured as captured_module
+from vllm.vit_cudagraph.arena import FlatArena, HostArena
+from vllm.vit_cudagraph.buffers import SharedRows
+from vllm.vit_cudagraph.captured import CapturedBudget
 from vllm.vit_cudagraph.geometry import PIXELS, Capacity, ViTGeometry
 from vllm.vit_cudagraph.manager import EncoderGraphManager
 from vllm.vit_cudagraph.metadata import MetadataBuilder, RowCache
-from vllm.vit_cudagraph.mixin import WindowedViTCudaGraphMixin
+from vllm.vit_cudagraph.mixin import ViTInputs
 from vllm.vit_cudagraph.testing.models import place
 
 
@@ -135,40 +136,52 @@ def fault(
 
 @fault("tail not padded", "images", "videos")
 def _(plant: Plant, model: Any) -> None:
-    plant.patch(
-        mixin,
-        "fill",
-        lambda fill, buffer, exact, pad: pad == "bound" or buffer[: len(exact)].copy_(exact),
-    )
+    def stale(fill: Any, staged: Any, exact: Any, pad: str) -> None:
+        staged[: len(exact)] = exact
+
+    plant.patch(captured_module, "fill_host", stale)
+
+
+@fault("tail of positions not padded", "images", "videos", applies=_positions)
+def _(plant: Plant, model: Any) -> None:
+    def load(original: Any, arena: FlatArena, rows: Any) -> None:
+        for name, pieces in rows.items():
+            exact = torch.cat(list(pieces))
+            arena.buffers[name][: len(exact)].copy_(exact)
+
+    plant.patch(FlatArena, "load", load)
 
 
 @fault("tail padded with zeros", "images", "videos")
 def _(plant: Plant, model: Any) -> None:
     plant.patch(
-        mixin,
-        "fill",
-        lambda fill, buffer, exact, pad: fill(buffer, exact, "bound" if pad == "bound" else "zero"),
+        captured_module,
+        "fill_host",
+        lambda fill, staged, exact, pad: fill(staged, exact, "zero"),
     )
 
 
 @fault("offsets not refreshed", "images")
 def _(plant: Plant, model: Any) -> None:
-    def stale(fill: Any, buffer: torch.Tensor, exact: torch.Tensor, pad: str) -> None:
-        kept = buffer.clone()
-        fill(buffer, exact, pad)
-        if pad == "last":
-            buffer.copy_(kept)
+    def stale(fill: Any, staged: Any, exact: Any, pad: str) -> None:
+        if pad != "last" or not staged.any():
+            fill(staged, exact, pad)
 
-    plant.patch(mixin, "fill", stale)
+    plant.patch(captured_module, "fill_host", stale)
+
+
+@fault("the staging area not sent", "images")
+def _(plant: Plant, model: Any) -> None:
+    plant.patch(HostArena, "send", lambda send, arena: None)
 
 
 @fault("dirty tails remembered per graph instead of per buffer", "turns", "histories")
 def _(plant: Plant, model: Any) -> None:
     dirty: dict[Any, int] = {}
 
-    def load(original: Any, rows: SharedRows, exact: torch.Tensor, capacity: int) -> None:
+    def load(original: Any, rows: SharedRows, pieces: Any, capacity: int) -> None:
         rows.dirty = dirty.get((rows, capacity), 0)
-        original(rows, exact, capacity)
+        original(rows, pieces, capacity)
         dirty[rows, capacity] = rows.dirty
 
     plant.patch(SharedRows, "load", load)
@@ -185,10 +198,14 @@ def _(plant: Plant, model: Any) -> None:
 
 @fault("a buffer rebound, and nobody looks", "images", applies=_on_the_twin)
 def _(plant: Plant, model: Any) -> None:
-    def load(original: Any, captured: CapturedBudget, values: Any, padding: Any) -> None:
-        buffers = captured.buffers
-        captured.buffers = {n: b if n == PIXELS else b.clone() for n, b in buffers.items()}
-        original(captured, values, padding)
+    def load(original: Any, captured: CapturedBudget, values: Any) -> None:
+        # The arenas go on writing to where the buffers were; here the graph reads elsewhere.
+        original(captured, values)
+        for name, buffer in captured.buffers.items():
+            if name != PIXELS and buffer.ndim:
+                kept = buffer.clone()
+                buffer.zero_()
+                captured.buffers[name] = kept
 
     plant.patch(CapturedBudget, "load", load)
     plant.patch(CapturedBudget, "check", lambda check, captured, values: None)
@@ -232,13 +249,13 @@ def _(plant: Plant, model: Any) -> None:
 def _(plant: Plant, model: Any) -> None:
     made: dict[Any, Any] = {}
 
-    def build(original: Any, builder: MetadataBuilder, grids: Any, device: Any) -> Any:
+    def parts(original: Any, builder: MetadataBuilder, grids: Any) -> Any:
         key = builder, sum(builder.geometry.output_tokens(grid) for grid in grids)
-        return made.setdefault(key, None) or made.setdefault(
-            (key, "made"), original(builder, grids, device)
-        )
+        if key not in made:
+            made[key] = original(builder, grids)
+        return made[key]
 
-    plant.patch(MetadataBuilder, "build", build)
+    plant.patch(MetadataBuilder, "parts", parts)
 
 
 @fault("windows taken from full-attention offsets", "images", applies=_windowed)
@@ -252,9 +269,9 @@ def _(plant: Plant, model: Any) -> None:
 
 @fault("window order not moved past earlier items", "images", applies=_windowed)
 def _(plant: Plant, model: Any) -> None:
-    def index(original: Any, builder: MetadataBuilder, grids: Any, device: Any) -> Any:
-        parts = [original(builder, [grid], device) for grid in grids]
-        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    def index(original: Any, builder: MetadataBuilder, grids: Any) -> Any:
+        parts = [original(builder, [grid]) for grid in grids]
+        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
     plant.patch(MetadataBuilder, "_window_index", index)
 
@@ -322,20 +339,16 @@ def _(plant: Plant, model: Any) -> None:
     plant.patch(
         EncoderGraphManager,
         "_execute_steps",
-        lambda steps, manager, mm_kwargs: sorted(steps(manager, mm_kwargs), key=len),
+        lambda steps, manager, *args: sorted(steps(manager, *args), key=len),
     )
 
 
 @fault("items of a step taken in another order than their grids", "images")
 def _(plant: Plant, model: Any) -> None:
-    def plan(original: Any, *args: Any) -> Any:
-        return [replace(step, items=step.items[::-1]) for step in original(*args)]
+    def pieces(original: Any, inputs: ViTInputs, ends: Any, items: Any) -> Any:
+        return original(inputs, ends, items[::-1])
 
-    def repack(original: Any, self: Any, mm_kwargs: Any, items: Any) -> Any:
-        return original(self, mm_kwargs, sorted(items))
-
-    plant.patch(manager_module, "plan_steps", plan)
-    plant.patch(_owner(model, "vit_repack"), "vit_repack", repack)
+    plant.patch(ViTInputs, "pieces", pieces)
 
 
 # -- outputs ---------------------------------------------------------------------------------------
@@ -343,11 +356,11 @@ def _(plant: Plant, model: Any) -> None:
 
 @fault("missing clone", "images", "histories")
 def _(plant: Plant, model: Any) -> None:
-    def postprocess(original: Any, self: Any, outputs: Any, *args: Any, **kwargs: Any) -> None:
-        used = self.vit_declared.tower_rows(self.vit_inputs(kwargs["batch_mm_kwargs"]).grids)
-        original(self, {"default": outputs["default"][:used]}, *args, **kwargs | {"clone": False})
+    def replay(original: Any, manager: Any, step: Any, inputs: Any, ends: Any) -> Any:
+        rows = original(manager, step, inputs, ends)
+        return rows if rows is None else manager.captured[step.budget].output[: len(rows)]
 
-    plant.patch(WindowedViTCudaGraphMixin, "postprocess_encoder_output", postprocess)
+    plant.patch(EncoderGraphManager, "_replay", replay)
 
 
 @fault("finishing twice", "hooks")
@@ -382,11 +395,14 @@ def _(plant: Plant, model: Any) -> None:
 
 @fault("an eager run counted as a replay", "images")
 def _(plant: Plant, model: Any) -> None:
-    def replay(original: Any, manager: Any, step: Any, mm_kwargs: Any, tokens: int) -> Any:
+    def replay(original: Any, manager: Any, step: Any, inputs: Any, ends: Any) -> Any:
         if step.budget is None:
             return None
+        grids = [inputs.grids[i] for i in step.items]
+        tokens = sum(map(manager.model.vit_declared.output_tokens, grids))
         manager.statistics.count_replay(step.budget, len(step.items), tokens)
-        return manager.model.encoder_eager_forward(mm_kwargs)
+        pixels = torch.cat(inputs.pieces(ends, step.items))
+        return manager.model.vit_forward(pixels, manager.model.vit_metadata(grids, pixels.device))
 
     plant.patch(EncoderGraphManager, "_replay", replay)
 

@@ -19,6 +19,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.vit_cudagraph.captured import CapturedBudget
 from vllm.vit_cudagraph.geometry import PIXELS, Grid, ViTGeometry
 from vllm.vit_cudagraph.manager import EncoderGraphManager
+from vllm.vit_cudagraph.mixin import ViTInputs
 from vllm.vit_cudagraph.planning import Step
 from vllm.vit_cudagraph.testing.models import place
 from vllm.vit_cudagraph.testing.oracles import Mismatch, assert_close, capture_faults, tail_faults
@@ -95,23 +96,22 @@ class WatchedManager(EncoderGraphManager):
         self._counted.append(counted)
         return captured
 
-    def _replay(self, step: Step, mm_kwargs: dict[str, Any], tokens: int) -> torch.Tensor | None:
+    def _replay(self, step: Step, inputs: ViTInputs, ends: Sequence[int]) -> torch.Tensor | None:
         before = self.replays
-        rows = super()._replay(step, mm_kwargs, tokens)
+        rows = super()._replay(step, inputs, ends)
         if rows is not None:
             if self.replays != before + 1:
                 self.violations.append("a hit was counted though no graph ran")
             else:
-                self._look_at(step, mm_kwargs, rows)
+                self._look_at(step, inputs, rows)
         return rows
 
-    def _look_at(self, step: Step, mm_kwargs: dict[str, Any], rows: torch.Tensor) -> None:
+    def _look_at(self, step: Step, inputs: ViTInputs, rows: torch.Tensor) -> None:
         assert step.budget is not None
-        captured = self.captured[step.budget]
-        inputs = self.model.vit_inputs(mm_kwargs)
-        self.violations += tail_faults(self.model.vit_declared, captured, inputs.grids)
-        self.violations += capture_faults(self.model, captured, inputs.grids, rows)
-        self.violations += self._limit_faults(step, inputs.modality, inputs.grids)
+        captured, grids = self.captured[step.budget], [inputs.grids[i] for i in step.items]
+        self.violations += tail_faults(self.model.vit_declared, captured, grids)
+        self.violations += capture_faults(self.model, captured, grids, rows)
+        self.violations += self._limit_faults(step, inputs.modality, grids)
 
     def _limit_faults(self, step: Step, modality: str, grids: Sequence[Grid]) -> list[str]:
         """The user's limits, which hold for every step whatever the buffers have room for."""
