@@ -38,9 +38,11 @@ class CapturedBudget:
     output: torch.Tensor
     buffers: dict[str, torch.Tensor] = field(init=False)
     _addresses: dict[str, int] = field(init=False)
+    _longest: dict[str, int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.buffers = self.memory.named
+        self._longest = {name: int(b) for name, b in self.buffers.items() if not b.ndim}
         self._addresses = {name: buffer.data_ptr() for name, buffer in self.buffers.items()}
 
     def check(self, values: Mapping[str, Exact | None]) -> None:
@@ -61,8 +63,8 @@ class CapturedBudget:
             value = values.get(name)
             if value is None:
                 raise NotCapturable("a tensor is missing from the metadata", name)
-            if not buffer.ndim:
-                _check_longest(name, value, buffer)
+            if name in self._longest:
+                _check_longest(name, value, self._longest[name])
                 continue
             pieces = value if is_pieces(value) else (value,)
             for piece in pieces:
@@ -118,16 +120,14 @@ def _check_rows(name: str, piece: torch.Tensor | np.ndarray, buffer: torch.Tenso
         )
 
 
-def _check_longest(name: str, value: Exact, buffer: torch.Tensor) -> None:
+def _check_longest(name: str, value: Exact, baked: int) -> None:
     """A longest length is a host number that the graph has baked."""
     if is_pieces(value) or value.ndim:
         raise NotCapturable(
             f"{name} rows differ in shape from the buffer's", "rows, not one number"
         )
-    if int(value) > int(buffer):
-        raise NotCapturable(
-            f"{name} is above what the graph covers", f"{int(value)} > {int(buffer)}"
-        )
+    if int(value) > baked:
+        raise NotCapturable(f"{name} is above what the graph covers", f"{int(value)} > {baked}")
 
 
 _TORCH_OF = {

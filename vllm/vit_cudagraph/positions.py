@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Learned positions that a tower interpolates from a square table.
+
+Which entries a patch takes, and how much of each, depends on its grid alone and is cached. The sum
+itself is part of the forward, so no device work is left around a replay, a change of the table is
+seen at once, and a patch takes 32 bytes of buffers instead of a row of the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from vllm.vit_cudagraph.geometry import Grid
+
+TABLE_ROWS, TABLE_WEIGHTS = "pos_table_rows", "pos_table_weights"
+"""Names of the two tensors in the metadata."""
+
+
+def bilinear_rows(
+    grid: Grid, side: int, merge_size: int, like: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """The four table entries around each patch, and their weights.
+
+    The table is stretched over the frame, corner on corner; patches come in the order of merged
+    tokens, and each frame of the item has the same.
+
+    Args:
+        grid: The item's.
+        side: Entries along each side of the table.
+        merge_size: Of the tower.
+        like: The table, ``[side ** 2, width]``: says dtype and device.
+
+    Returns:
+        Entries, int32, and weights, in the table's dtype; ``[patches, 4]`` each.
+    """
+    frames, height, width = grid
+    (top, down), (left, right) = _along(height, side), _along(width, side)
+    corners = [(0, 0), (0, 1), (1, 0), (1, 1)]
+    entries = [
+        np.minimum(top + below, side - 1)[:, None] * side + np.minimum(left + beside, side - 1)
+        for below, beside in corners
+    ]
+    weights = [
+        (down if below else 1 - down)[:, None] * (right if beside else 1 - right)
+        for below, beside in corners
+    ]
+    return {
+        TABLE_ROWS: _of_patches(entries, frames, merge_size).to(like.device, torch.int32),
+        TABLE_WEIGHTS: _of_patches(weights, frames, merge_size).to(like.device, like.dtype),
+    }
+
+
+def _along(patches: int, side: int) -> tuple[np.ndarray, np.ndarray]:
+    """Table entry at or before each patch of one side of a frame, and how far it lies behind."""
+    exact = np.linspace(0, side - 1, patches)
+    first = exact.astype(np.int64)
+    return first, exact - first
+
+
+def _of_patches(corners: list[np.ndarray], frames: int, merge_size: int) -> torch.Tensor:
+    """``[height, width]`` for each corner to ``[patches, 4]`` in the order of merged tokens."""
+    frame = np.stack(corners, axis=-1)
+    height, width, _ = frame.shape
+    blocks = frame.reshape(height // merge_size, merge_size, width // merge_size, merge_size, -1)
+    merged = blocks.transpose(0, 2, 1, 3, 4).reshape(height * width, -1)
+    return torch.from_numpy(np.tile(merged, (frames, 1)))
+
+
+def interpolated(table: torch.Tensor, metadata: Mapping[str, torch.Tensor | None]) -> torch.Tensor:
+    """Position rows ``[patches, width]``: the weighted sum of each patch's table entries."""
+    rows, weights = metadata[TABLE_ROWS], metadata[TABLE_WEIGHTS]
+    assert rows is not None and weights is not None
+    return torch.nn.functional.embedding_bag(rows, table, mode="sum", per_sample_weights=weights)
