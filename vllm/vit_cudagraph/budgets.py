@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm.vit_cudagraph.geometry import Limits
-from vllm.vit_cudagraph.planning import MIN_TOKEN_BUDGET, budget_ladder
+from vllm.vit_cudagraph.ladder import token_ladder
+from vllm.vit_cudagraph.planning import MIN_TOKEN_BUDGET
 
 
 @dataclass(frozen=True)
@@ -16,8 +17,10 @@ class Settings:
     """What to capture.
 
     Attributes:
-        token_budgets: Ascending, each once. ``encoder_cudagraph_token_budgets``, or powers of two
-            times the smallest usual image up to the most tokens of a step.
+        token_budgets: Ascending, each once. ``encoder_cudagraph_token_budgets`` as given, or a
+            ladder from the smallest usual image to the most tokens of a step, of which only those
+            are captured that can win.
+        given: Whether the user gave them.
         limits: ``encoder_cudagraph_max_vision_items_per_batch`` and
             ``encoder_cudagraph_max_frames_per_batch`` where given. Without the first, as many
             items as smallest images fit the largest budget.
@@ -25,20 +28,22 @@ class Settings:
 
     token_budgets: tuple[int, ...]
     limits: Limits
+    given: bool = True
 
     @classmethod
     def of(cls, vllm_config: Any, model: Any) -> Settings:
         given = vllm_config.compilation_config
         smallest, largest = model.get_encoder_cudagraph_budget_range(vllm_config)
         budgets = sorted(set(given.encoder_cudagraph_token_budgets))
-        budgets = budgets or budget_ladder(smallest, largest)
+        is_given = bool(budgets)
+        budgets = budgets or token_ladder(smallest, largest)
         items = given.encoder_cudagraph_max_vision_items_per_batch or max(
             1, budgets[-1] // MIN_TOKEN_BUDGET
         )
         frames = given.encoder_cudagraph_max_frames_per_batch
         if vllm_config.model_config.multimodal_config.get_limit_per_prompt("video") == 0:
             frames = 0
-        return cls(tuple(budgets), Limits(items=items, frames=frames))
+        return cls(tuple(budgets), Limits(items=items, frames=frames), is_given)
 
     @property
     def frames_text(self) -> str:

@@ -16,24 +16,26 @@ to ``clear``, in the pool handed in each time.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from vllm.distributed import get_tensor_model_parallel_world_size
+from vllm.distributed import get_tensor_model_parallel_world_size, get_tp_group
 from vllm.logger import init_logger
 from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
 from vllm.vit_cudagraph import budgets
 from vllm.vit_cudagraph.buffers import SharedRows
 from vllm.vit_cudagraph.captured import BufferMoved, CapturedBudget
+from vllm.vit_cudagraph.costs import CostLines
 from vllm.vit_cudagraph.eligibility import config_refusal, model_refusal
 from vllm.vit_cudagraph.failures import RankFailure, brief, poisons_the_process
-from vllm.vit_cudagraph.geometry import PIXELS, Capacity, NotCapturable
+from vllm.vit_cudagraph.geometry import PIXELS, NotCapturable
 from vllm.vit_cudagraph.graphs import backend_for
+from vllm.vit_cudagraph.measuring import AUTOMATIC_MARGIN, Bench, last_winner, measure
 from vllm.vit_cudagraph.mixin import ViTInputs, WindowedViTCudaGraphMixin
-from vllm.vit_cudagraph.planning import Step, plan_steps
+from vllm.vit_cudagraph.planning import CHEAPER_EAGERLY, Plan, Planner, Step
 from vllm.vit_cudagraph.statistics import Statistics, log_interval
 from vllm.vit_cudagraph.stock_safety import StockSafety
 
@@ -64,6 +66,8 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
         self.left_out: dict[str, list[int]] = {}
         self._pixels: SharedRows | None = None
         self._outputs: torch.Tensor | None = None
+        self._planners: dict[bool, Planner] = {}
+        self.costs = CostLines.modelled(self.token_budgets)
         self.statistics = Statistics()
         self._log_interval = log_interval()
         self.refusal = self._why_nothing_is_captured()
@@ -100,6 +104,7 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
         super().clear()
         if self.on_mixin:
             self.captured.clear()
+            self._planners.clear()
             self._pixels = self._outputs = None
 
     def capture(self, graph_pool: Any) -> None:
@@ -121,19 +126,14 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
             return
         start, free = time.perf_counter(), self._free_memory()
         self.left_out = {}
-        for budget in sorted(self.token_budgets, reverse=True):
-            try:
-                self.captured[budget] = self._capture(budget)
-            except Exception as error:
-                self._survive(error, f"capturing token budget {budget}")
-                self.left_out.setdefault(brief(error), []).append(budget)
+        self._capture_all(self._chosen_budgets())
         for error_text, budgets_out in self.left_out.items():
             logger.warning(
                 "Encoder CUDA graphs of %s tokens are left out: %s", budgets_out, error_text
             )
-        self.captured = dict(sorted(self.captured.items()))
         self.budget_graphs["default"] = self.captured
         self._weights = (self._weight_loads(), self.model.vit_weight_addresses())
+        self.costs = self._known_costs()
         logger.info(
             "Captured %d encoder CUDA graphs (token budgets %s; at most %d items; %s) in %.1f s, "
             "%.0f MiB",
@@ -145,13 +145,22 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
             (free - self._free_memory()) / 2**20,
         )
 
+    def _capture_all(self, token_budgets: Iterable[int]) -> None:
+        for budget in sorted(token_budgets, reverse=True):
+            try:
+                self.captured[budget] = self._capture(budget)
+            except Exception as error:
+                self._survive(error, f"capturing token budget {budget}")
+                self.left_out.setdefault(brief(error), []).append(budget)
+        self.captured = dict(sorted(self.captured.items()))
+
     def _capture(self, budget: int) -> CapturedBudget:
         capacity = self.model.vit_declared.capacity(budget, self.settings.limits)
         # Buffers are written outside inference mode too, so they must not be inference tensors.
         with torch.inference_mode(False), torch.no_grad():
             if not self.captured:
                 # The largest graph that can be captured has room for all others.
-                rows = self.model.vit_pixel_buffer(capacity, self.device, self.dtype)
+                rows = self.model.vit_pixel_buffer(capacity.patches, self.device, self.dtype)
                 self._pixels, self._outputs = SharedRows(rows), None
             memory = self.model.vit_buffers(capacity, self._pixels)
         graph, output = self.backend.capture(lambda: self._forward(memory.named), self.graph_pool)
@@ -171,6 +180,85 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
         output = self._outputs[: len(rows)]
         output.copy_(rows)
         return output
+
+    # -- what is worth capturing ---------------------------------------------------------------
+
+    def _chosen_budgets(self) -> list[int]:
+        """The user's budgets as they stand; else those of the ladder that can win.
+
+        Both are found once a model: runners capture more than once, with one manager or several.
+        """
+        if self.settings.given:
+            return self.token_budgets
+        chosen = self._remembered().get("budgets")
+        if chosen is None:
+            largest = self._largest_winner()
+            chosen = [b for b in self.token_budgets if b <= (largest or 0)]
+            self._remembered()["budgets"] = chosen
+            if not chosen:
+                logger.warning(
+                    "Encoder CUDA graphs are off: eager is as fast at every size; give "
+                    "encoder_cudagraph_token_budgets to capture graphs all the same"
+                )
+        self.path_token_budgets = {"default": chosen}
+        return chosen
+
+    def _largest_winner(self) -> int | None:
+        """Measured where there is a clock; by the model of costs elsewhere, and under
+        tensor-parallel weights, where ranks must choose the same."""
+        bench = self._bench()
+        alone = self.use_dp or get_tensor_model_parallel_world_size() == 1
+        try:
+            if alone and bench.eager_ms(self.token_budgets[0]) is not None:
+                return last_winner(self.token_budgets, self._wins)
+        except Exception as error:
+            self._survive(error, "timing the vision tower")
+            logger.warning("Encoder CUDA graphs are not timed: %s", brief(error))
+        return max(self.costs.winning(self.token_budgets, AUTOMATIC_MARGIN), default=None)
+
+    def _wins(self, budget: int) -> bool:
+        """Capture one graph for a moment and time it against an eager run of as many tokens. What
+        cannot be captured, for lack of memory too, does not win."""
+        bench, pool = self._bench(), self.graph_pool
+        try:
+            self.graph_pool = self.backend.new_pool()
+            replay = bench.replay_ms(self._capture(budget))
+            eager = bench.eager_ms(budget)
+            assert replay is not None and eager is not None
+            return replay <= (1 - AUTOMATIC_MARGIN) * eager
+        except Exception as error:
+            self._survive(error, f"timing token budget {budget}")
+            return False
+        finally:
+            self.graph_pool, self._pixels, self._outputs = pool, None, None
+            self.backend.give_back()
+
+    def _known_costs(self) -> CostLines:
+        """Measured once a model for the graphs that were captured, the same on all ranks that must
+        plan alike; modelled where there is no clock."""
+        known = self._remembered().get("costs")
+        captured = list(self.captured)
+        if known is not None and {budget for budget, _ in known.replay_ms}.issuperset(captured):
+            return known
+        costs = None
+        try:
+            costs = measure(self._bench(), self.captured) if captured else None
+        except Exception as error:
+            self._survive(error, "timing the graphs")
+            logger.warning("Encoder CUDA graphs are not timed: %s", brief(error))
+        costs = costs or CostLines.modelled(captured)
+        if not self.use_dp and get_tensor_model_parallel_world_size() > 1:
+            costs = CostLines.from_dict(get_tp_group().broadcast_object(costs.as_dict(), src=0))
+        self._remembered()["costs"] = costs
+        return costs
+
+    def _remembered(self) -> dict[str, Any]:
+        """What was measured of this model under these settings, by whichever manager."""
+        of_model: dict[Any, dict[str, Any]] = self.model.__dict__.setdefault("_vit_measured", {})
+        return of_model.setdefault(self.settings, {})
+
+    def _bench(self) -> Bench:
+        return Bench(self.model, self.backend, self.device, self.dtype)
 
     def _free_memory(self) -> int:
         """Free device memory in bytes; on the twin, what the buffers take, negated."""
@@ -235,7 +323,7 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
     def _execute_steps(self, mm_kwargs: dict[str, Any], inputs: ViTInputs) -> list[torch.Tensor]:
         outputs: dict[int, torch.Tensor] = {}
         ends = self.model.vit_ends(inputs.grids)
-        for step in self._plan(inputs):
+        for step in self._plan(inputs).steps:
             grids = [inputs.grids[i] for i in step.items]
             rows = self._replay(step, inputs, ends)
             if rows is None:
@@ -248,25 +336,16 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
                 outputs[index] = item
         return [outputs[i] for i in range(len(inputs.grids))]
 
-    def _plan(self, inputs: ViTInputs) -> list[Step]:
-        usages = [self.model.vit_declared.usage(grid) for grid in inputs.grids]
-        able = [i for i, grid in enumerate(inputs.grids) if self.model.vit_capturable(grid)]
-        unable = tuple(sorted(set(range(len(usages))) - set(able)))
-        steps = [
-            replace(step, items=tuple(able[i] for i in step.items))
-            for step in plan_steps([usages[i] for i in able], self._capacities(inputs.modality))
-        ]
-        if unable:
-            steps.append(Step(unable, None, "the model captures no such item"))
-        return steps
-
-    def _capacities(self, modality: str) -> list[Capacity]:
-        """Of each captured graph; a limit on frames given by the user holds for videos."""
-        capacities = [graph.capacity for graph in self.captured.values()]
-        frames = self.settings.limits.frames
-        if modality == "image" or frames is None:
-            return capacities
-        return [replace(c, frames=frames) for c in capacities]
+    def _plan(self, inputs: ViTInputs) -> Plan:
+        # A limit on frames given by the user holds for videos.
+        limited = inputs.modality != "image" and self.settings.limits.frames is not None
+        if limited not in self._planners:
+            frames = self.settings.limits.frames if limited else None
+            capacities = [replace(c.capacity, frames=frames) for c in self.captured.values()]
+            self._planners[limited] = Planner(
+                capacities, self.costs, self.model.vit_declared.usage, self.model.vit_capturable
+            )
+        return self._planners[limited].plan(inputs.grids)
 
     def _replay(self, step: Step, inputs: ViTInputs, ends: Sequence[int]) -> torch.Tensor | None:
         """A copy of the graph's output rows, or None for an eager run.
@@ -278,7 +357,8 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
         """
         captured = None if step.budget is None else self.captured.get(step.budget)
         if captured is None:
-            self._count_eager(step.reason or "its graph was retired", len(step.items))
+            for reason, items in step.reasons or (("its graph was retired", len(step.items)),):
+                self._count_eager(reason, items, warn=reason != CHEAPER_EAGERLY)
             return None
         grids = [inputs.grids[i] for i in step.items]
         try:
@@ -333,6 +413,7 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
             self._count_eager("an error before the replay", items, brief(error))
             return
         del self.captured[budget]
+        self._planners.clear()
         self._count_eager("its graph was retired", items, warn=False)
         logger.warning(
             "Encoder CUDA graph of %d tokens is retired after an error; its batches run "
@@ -355,6 +436,7 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
         self._weights = (self._weight_loads(), addresses)
         if now != addresses and self.captured:
             self.captured.clear()
+            self._planners.clear()
             logger.warning(
                 "Encoder CUDA graphs are off: weights were loaded into new memory after capture; "
                 "restart the engine to have graphs again"

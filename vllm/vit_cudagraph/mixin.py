@@ -213,13 +213,13 @@ class WindowedViTCudaGraphMixin(SupportsEncoderCudaGraph):
         return {name: partial(fill, pad=pad) for name, pad in tails.items()}
 
     def vit_pixel_buffer(
-        self, capacity: Capacity, device: torch.device, dtype: torch.dtype
+        self, patches: int, device: torch.device, dtype: torch.dtype
     ) -> torch.Tensor:
-        """Pixel rows for a graph of ``capacity``, ``[patches, *pixel_row]``, all 0, in the dtype
-        that the tower's input norm wants."""
+        """Pixel rows ``[patches, *pixel_row]``, all 0, in the dtype that the tower's input norm
+        wants."""
         norm = getattr(self.vit_tower(), "input_norm", None)
         return torch.zeros(
-            (capacity.patches, *self.vit_declared.pixel_row),
+            (patches, *self.vit_declared.pixel_row),
             device=device,
             dtype=getattr(norm, "input_dtype", None) or dtype,
         )
@@ -313,7 +313,7 @@ class WindowedViTCudaGraphMixin(SupportsEncoderCudaGraph):
     ) -> EncoderCudaGraphCaptureInputs:
         limits = Limits(items=max_batch_size, tokens_per_sequence=1)
         capacity = self.vit_declared.capacity(token_budget, limits)
-        pixels = SharedRows(self.vit_pixel_buffer(capacity, device, dtype))
+        pixels = SharedRows(self.vit_pixel_buffer(capacity.patches, device, dtype))
         return EncoderCudaGraphCaptureInputs(values=self.vit_buffers(capacity, pixels).named)
 
     def prepare_encoder_cudagraph_replay_buffers(

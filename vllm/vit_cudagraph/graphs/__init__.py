@@ -69,6 +69,18 @@ class GraphBackend(Protocol):
                 why; CUDA's own errors are passed on as they are).
         """
 
+    def milliseconds(self, run: Callable[[], object]) -> float | None:
+        """How long ``run`` takes from its call until the device has finished: the least of a few.
+
+        None where that says nothing about a GPU, as on the twin.
+        """
+
+    def new_pool(self) -> Any:
+        """A memory pool of its own, for graphs that are dropped again."""
+
+    def give_back(self) -> None:
+        """Return memory that dropped graphs held to the device."""
+
 
 @contextmanager
 def no_collection() -> Iterator[None]:

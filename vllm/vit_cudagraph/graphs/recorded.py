@@ -106,6 +106,16 @@ class RecordedBackend:
             )
         return None
 
+    def milliseconds(self, run: Callable[[], object]) -> float | None:
+        """None: how long operators take on this CPU says nothing about a GPU."""
+        return None
+
+    def new_pool(self) -> Any:
+        return object()
+
+    def give_back(self) -> None:
+        """Nothing to do: tensors of dropped recordings are freed with them."""
+
     def capture(
         self, forward: Callable[[], torch.Tensor], pool: Any = None
     ) -> tuple[RecordedGraph, torch.Tensor]:

@@ -130,7 +130,7 @@ def _sections_are_padded_each_on_its_own(suite: EncoderGraphConformance) -> None
     batch = _still(geometry, (2, 3), (1, 4))
     with mock.patch.object(tower, "attn_backend", AttentionBackendEnum.FLASHINFER):
         builder, device = model._vit_builder, torch.device("cpu")
-        pixels = SharedRows(model.vit_pixel_buffer(capacity, device, torch.float32))
+        pixels = SharedRows(model.vit_pixel_buffer(capacity.patches, device, torch.float32))
         buffers = model.vit_buffers(capacity, pixels).named
         exact = model.vit_metadata(list(batch.grids), device)
         for name, row in geometry.rows.items():

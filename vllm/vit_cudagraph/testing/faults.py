@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any
 from unittest import mock
@@ -25,10 +25,11 @@ import numpy as np
 import torch
 
 from vllm.vit_cudagraph import captured as captured_module
+from vllm.vit_cudagraph import manager as manager_module
 from vllm.vit_cudagraph.arena import FlatArena, HostArena
 from vllm.vit_cudagraph.buffers import SharedRows
 from vllm.vit_cudagraph.captured import CapturedBudget
-from vllm.vit_cudagraph.geometry import PIXELS, Capacity, ViTGeometry
+from vllm.vit_cudagraph.geometry import PIXELS, ViTGeometry
 from vllm.vit_cudagraph.manager import EncoderGraphManager
 from vllm.vit_cudagraph.metadata import MetadataBuilder, RowCache
 from vllm.vit_cudagraph.mixin import ViTInputs
@@ -82,6 +83,7 @@ class Fault:
 
 
 FAULTS: dict[str, Fault] = {}
+_PLENTY = 2**40  # more of anything than a batch has
 
 
 def _always(geometry: ViTGeometry) -> bool:
@@ -309,29 +311,27 @@ def _(plant: Plant, model: Any) -> None:
 
 @fault("packing counts tokens alone", "videos", "edges", "graph_settings")
 def _(plant: Plant, model: Any) -> None:
-    plant.patch(
-        Capacity,
-        "holds_counts",
-        lambda holds, capacity, items, patches, tokens, *_: tokens <= capacity.budget,
-    )
+    def rows(original: Any, capacities: Any, *args: Any) -> Any:
+        free = {"items": _PLENTY, "sequences": _PLENTY, "windows": _PLENTY, "frames": None}
+        return original([replace(capacity, **free) for capacity in capacities], *args)
+
+    plant.patch(manager_module, "Planner", rows)
 
 
 @fault("the limit on items forgotten", "graph_settings")
 def _(plant: Plant, model: Any) -> None:
-    plant.patch(
-        Capacity,
-        "holds_counts",
-        lambda holds, capacity, items, *counts: holds(capacity, 1, *counts),
-    )
+    def rows(original: Any, capacities: Any, *args: Any) -> Any:
+        return original([replace(capacity, items=_PLENTY) for capacity in capacities], *args)
+
+    plant.patch(manager_module, "Planner", rows)
 
 
 @fault("the limit on frames forgotten", "graph_settings", applies=_frames)
 def _(plant: Plant, model: Any) -> None:
-    plant.patch(
-        EncoderGraphManager,
-        "_capacities",
-        lambda capacities, manager, modality: capacities(manager, "image"),
-    )
+    def rows(original: Any, capacities: Any, *args: Any) -> Any:
+        return original([replace(capacity, frames=None) for capacity in capacities], *args)
+
+    plant.patch(manager_module, "Planner", rows)
 
 
 @fault("order lost after packing", "images")
