@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.vit_cudagraph.costs import CostLines
 from vllm.vit_cudagraph.manager import EncoderGraphManager
 from vllm.vit_cudagraph.testing.subject import with_settings
 
@@ -33,6 +34,13 @@ def model(family: str) -> Any:
     return towers.build_model(family, config=config(family))
 
 
+class DearEager(EncoderGraphManager):
+    """A manager by whose costs whatever fits a graph is replayed: most tests want to see that."""
+
+    def _known_costs(self) -> CostLines:
+        return CostLines.of(dict.fromkeys(self.captured, 1.0), {1: 1e6})
+
+
 def make_manager(
     family: str,
     *,
@@ -42,6 +50,7 @@ def make_manager(
     capture: bool = True,
     of: Any = None,
     base: VllmConfig | None = None,
+    manager_class: type[EncoderGraphManager] = DearEager,
 ) -> EncoderGraphManager:
     """A captured manager with vLLM's three encoder settings, of the family's shared model."""
     settings = with_settings(
@@ -52,7 +61,7 @@ def make_manager(
     )
     served = of or model(family)
     with set_current_vllm_config(settings):
-        manager = EncoderGraphManager(settings, CPU, torch.float32, served)
+        manager = manager_class(settings, CPU, torch.float32, served)
         if capture:
             manager.capture(object())
     return manager

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from vllm.v1.worker.encoder_cudagraph_defs import EncoderCudaGraphConfig
 from vllm.vit_cudagraph.budgets import Settings
 from vllm.vit_cudagraph.geometry import Limits
+from vllm.vit_cudagraph.ladder import token_ladder
 from vllm.vit_cudagraph.mixin import WindowedViTCudaGraphMixin
 from vllm.vit_cudagraph.stock_safety import EncoderCudaGraphManager
 from vllm.vit_cudagraph.testing.profiles import examples
@@ -66,7 +67,7 @@ def settings_of(*given_: Any, **more: Any) -> Settings:
     return Settings.of(make_config(*given_, **more), Model())
 
 
-LADDER = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
+LADDER = tuple(token_ladder(64, 8192))
 
 
 @pytest.mark.parametrize(
@@ -109,9 +110,9 @@ def test_without_videos_no_frames_are_held(frames: int | None) -> None:
 @pytest.mark.parametrize(
     ("batched", "length", "budgets", "items"),
     [
-        (2048, 32768, LADDER[:6], 32),
-        (32768, 2048, LADDER[:6], 32),
-        (5000, 32768, (*LADDER[:7], 5000), 78),
+        (2048, 32768, tuple(token_ladder(64, 2048)), 32),
+        (32768, 2048, tuple(token_ladder(64, 2048)), 32),
+        (5000, 32768, tuple(token_ladder(64, 5000)), 78),
         (65, 32768, (64, 65), 1),
         (64, 32768, (64,), 1),
         (63, 32768, (63,), 1),
@@ -159,7 +160,8 @@ def test_any_settings_make_sense(user: dict[str, Any]) -> None:
     found = settings_of(**user)
     budgets, limits = found.token_budgets, found.limits
     assert budgets and list(budgets) == sorted(set(budgets)) and budgets[0] >= 1
-    assert not user["budgets"] or set(budgets) == set(user["budgets"])
+    assert found.given == bool(user["budgets"])
+    assert not found.given or set(budgets) == set(user["budgets"])
     assert limits.items >= 1
     assert not user["items"] or limits.items == user["items"]
     assert limits.frames == (0 if user["videos"] == 0 else user["frames"])

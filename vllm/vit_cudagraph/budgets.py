@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.vit_cudagraph.geometry import Limits
@@ -28,7 +28,7 @@ class Settings:
 
     token_budgets: tuple[int, ...]
     limits: Limits
-    given: bool = True
+    given: bool = field(default=True, compare=False)
 
     @classmethod
     def of(cls, vllm_config: Any, model: Any) -> Settings:

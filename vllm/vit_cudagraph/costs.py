@@ -32,10 +32,8 @@ NS_PER_MS = 1e6
 MARGIN = 0.02
 """How much cheaper than eager a replay must be to be worth its memory: more than timing noise."""
 
-H200_OVERHEAD_MS, H200_MS_PER_TOKEN = 1.5, 0.0165
-"""A line through replays of Qwen2.5-VL-7B's tower on an H200 (docs/measurements.md: 2.8 ms at 64
-tokens, 5.4 at 256, 11.9 at 629, 21.2 at 1196, 37.4 at 2116). From 629 tokens up it is at most 2.7 %
-off, below at most 0.4 ms."""
+H200_REPLAY_MS: Points = ((64, 2.8), (256, 5.4), (629, 11.9), (1196, 21.2), (2116, 37.4))
+"""Exact-shape replays of Qwen2.5-VL-7B's tower on an H200 (docs/measurements.md)."""
 
 H200_EAGER_MS: Points = ((64, 22.0), (256, 22.0), (629, 22.0), (1196, 28.0), (2116, 39.0))
 """The same tower, eager, as measured; but the 30 ms at 64 tokens are taken as the 22 of the next two
@@ -52,6 +50,13 @@ def _checked(name: str, points: Points) -> None:
     for size, ms in points:
         if not (math.isfinite(ms) and ms > 0):
             raise ValueError(f"{name}: {size} tokens cannot take {ms} ms")
+
+
+def _on_lines(tokens: int, points: Points) -> float:
+    """Milliseconds at ``tokens`` on the lines through ``points``."""
+    after = next((i for i, (size, _) in enumerate(points) if size >= tokens), len(points) - 1)
+    (left, low), (right, high) = points[max(0, after - 1) : max(0, after - 1) + 2]
+    return max(low + (high - low) / (right - left) * (tokens - left), 1e-3)
 
 
 def _least_of_later(values: Sequence[float]) -> list[float]:
@@ -93,18 +98,18 @@ class CostLines:
     def modelled(
         cls,
         budgets: Iterable[int],
-        overhead_ms: float = H200_OVERHEAD_MS,
-        ms_per_token: float = H200_MS_PER_TOKEN,
+        replay_ms: Points = H200_REPLAY_MS,
         eager_ms: Points = H200_EAGER_MS,
     ) -> CostLines:
         """Costs where nothing was measured: by default those of Qwen2.5-VL-7B's tower on an H200.
 
         Args:
             budgets: Token budgets, in any order.
-            overhead_ms, ms_per_token: Of a replay.
+            replay_ms: At least two points that replays lie on; straight lines between them, and
+                the first and the last of these lines go on.
             eager_ms: Points of the eager curve.
         """
-        return cls.of({b: overhead_ms + ms_per_token * b for b in budgets}, dict(eager_ms))
+        return cls.of({b: _on_lines(b, replay_ms) for b in budgets}, dict(eager_ms))
 
     # -- replays -------------------------------------------------------------------------------
 

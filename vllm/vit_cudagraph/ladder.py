@@ -53,3 +53,14 @@ def token_ladder(smallest: int, largest: int) -> list[int]:
     while ladder[-1] < largest:
         ladder.append(min(furthest_next(ladder[-1]), largest))
     return ladder
+
+
+def thinned(ladder: list[int], most: int | None) -> list[int]:
+    """At most ``most`` budgets of a ladder, evenly spread over it, the smallest and the largest
+    among them (the largest alone, where ``most`` is 1); all of them where ``most`` is None."""
+    if most is None or len(ladder) <= most:
+        return ladder
+    if most == 1:
+        return ladder[-1:]
+    last = len(ladder) - 1
+    return [ladder[i * last // (most - 1)] for i in range(most)]

@@ -33,6 +33,7 @@ from vllm.vit_cudagraph.eligibility import config_refusal, model_refusal
 from vllm.vit_cudagraph.failures import RankFailure, brief, poisons_the_process
 from vllm.vit_cudagraph.geometry import PIXELS, NotCapturable
 from vllm.vit_cudagraph.graphs import backend_for
+from vllm.vit_cudagraph.ladder import thinned
 from vllm.vit_cudagraph.measuring import AUTOMATIC_MARGIN, Bench, last_winner, measure
 from vllm.vit_cudagraph.mixin import ViTInputs, WindowedViTCudaGraphMixin
 from vllm.vit_cudagraph.planning import CHEAPER_EAGERLY, Plan, Planner, Step
@@ -193,7 +194,8 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
         chosen = self._remembered().get("budgets")
         if chosen is None:
             largest = self._largest_winner()
-            chosen = [b for b in self.token_budgets if b <= (largest or 0)]
+            winning = [b for b in self.token_budgets if b <= (largest or 0)]
+            chosen = thinned(winning, self.backend.most_graphs)
             self._remembered()["budgets"] = chosen
             if not chosen:
                 logger.warning(
@@ -246,6 +248,7 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
         except Exception as error:
             self._survive(error, "timing the graphs")
             logger.warning("Encoder CUDA graphs are not timed: %s", brief(error))
+        self.backend.give_back()  # before the runner looks how much memory graphs take
         costs = costs or CostLines.modelled(captured)
         if not self.use_dp and get_tensor_model_parallel_world_size() > 1:
             costs = CostLines.from_dict(get_tp_group().broadcast_object(costs.as_dict(), src=0))

@@ -44,6 +44,9 @@ class GraphBackend(Protocol):
     name: str
     """Short name for log lines: ``"cuda"`` or ``"recorded"``."""
 
+    most_graphs: int | None
+    """Most graphs to capture where the user names no budgets; None leaves it to what can win."""
+
     def refusal(self, vllm_config: "VllmConfig") -> str | None:
         """Why nothing can be captured under these settings, or None if something can.
 

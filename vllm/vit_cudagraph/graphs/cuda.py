@@ -23,6 +23,7 @@ class CudaBackend:
     """Captures with ``torch.cuda.CUDAGraph`` on the stream that vLLM runs the model on."""
 
     name = "cuda"
+    most_graphs: int | None = None
 
     def refusal(self, vllm_config: "VllmConfig") -> str | None:
         """Nothing in the settings stops a CUDA capture as such."""

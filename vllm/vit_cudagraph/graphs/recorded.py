@@ -97,6 +97,9 @@ class RecordedBackend:
 
     name = "recorded"
 
+    # A recording keeps every tensor in between, where CUDA graphs share one pool of memory.
+    most_graphs: int | None = 8
+
     def refusal(self, vllm_config: "VllmConfig") -> str | None:
         """A compiled tower runs code that shows no operators: its recording would be wrong."""
         if vllm_config.compilation_config.compile_mm_encoder:
