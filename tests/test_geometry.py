@@ -612,13 +612,14 @@ import importlib.util, sys, types
 for package in ("vllm", "vllm.vit_cudagraph"):
     sys.modules[package] = types.ModuleType(package)
     sys.modules[package].__path__ = []  # empty: anything else of it cannot be imported
-for name in ("geometry", "planning"):
+for name in ("geometry", "ladder", "costs", "packing", "planning"):
     path = f"{sys.argv[1]}/{name}.py"
     spec = importlib.util.spec_from_file_location(f"vllm.vit_cudagraph.{name}", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
-assert module.plan_steps([], []) == []
+costs = sys.modules["vllm.vit_cudagraph.costs"].CostLines.modelled([])
+assert module.Planner([], costs, None, None).plan([]).steps == ()
 loaded = {name for name in sys.modules if name.partition(".")[0] in ("vllm", "torch")}
 print(*sorted(loaded))
 """
@@ -634,9 +635,9 @@ def test_geometry_and_planning_import_neither_torch_nor_vllm() -> None:
         check=False,
     )
     assert ran.returncode == 0, ran.stderr
+    names = ("costs", "geometry", "ladder", "packing", "planning")
     assert ran.stdout.split() == [
         "vllm",
         "vllm.vit_cudagraph",
-        "vllm.vit_cudagraph.geometry",
-        "vllm.vit_cudagraph.planning",
+        *(f"vllm.vit_cudagraph.{name}" for name in names),
     ]
