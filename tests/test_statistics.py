@@ -8,9 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm.vit_cudagraph import metrics
 from vllm.vit_cudagraph.statistics import (
     DEFAULT_LOG_INTERVAL,
     LOG_INTERVAL,
+    MOST_RUNNING,
+    TIMED_EVERY,
     Statistics,
     log_interval,
 )
@@ -175,3 +178,52 @@ def test_a_bad_interval_warns_and_the_default_holds(
     assert record.levelno == logging.WARNING
     assert LOG_INTERVAL in record.message
     assert f"using {DEFAULT_LOG_INTERVAL}" in record.message
+
+
+class Watch:
+    """Ends when it is told to."""
+
+    def __init__(self, ms: float | None = None) -> None:
+        self.ms = ms
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def milliseconds(self) -> float | None:
+        return self.ms
+
+
+def test_a_few_replays_are_timed() -> None:
+    statistics = Statistics()
+    for _ in range(TIMED_EVERY + 1):
+        if statistics.wants_time(64):
+            statistics.count_time(64, Watch(2.0 + len(statistics.timed)))
+        statistics.count_replay(64, 1, 50, predicted_ms=2.5)
+    shown = statistics.snapshot(3)
+    assert shown["timed_replays"] == {64: 2} and shown["measured_milliseconds"] == {64: 5.0}
+    assert shown["predicted_milliseconds"] == {64: pytest.approx(2.5 * (TIMED_EVERY + 1))}
+    assert shown["padding_tokens"] == {64: 14 * (TIMED_EVERY + 1)}
+    assert shown["replays"] == shown["items_replayed"] == {64: TIMED_EVERY + 1}
+    assert shown["captured_graphs"] == 3
+
+
+def test_nobody_waits_for_a_replay_that_has_not_ended() -> None:
+    statistics, slow = Statistics(), Watch()
+    statistics.count_time(64, slow)
+    statistics.count_time(128, Watch(1.0))
+    assert not statistics.timed  # in the order of the stream
+    slow.ms = 5.0
+    statistics.read_watches()
+    assert statistics.timed_ms == {64: 5.0, 128: 1.0}
+
+
+def test_so_many_watches_and_no_more() -> None:
+    statistics = Statistics()
+    while statistics.wants_time(64):
+        statistics.count_time(64, Watch())
+    assert len(statistics._running) == MOST_RUNNING
+
+
+def test_a_snapshot_has_the_names_of_the_metrics() -> None:
+    assert list(Statistics().snapshot(0)) == [one.key for one in metrics.DEFINITIONS]

@@ -60,12 +60,12 @@ SIGNATURES: dict[str, str] = {
     f"{_ATTENTION}.maybe_recompute_cu_seqlens": (
         "attn_backend cu_seqlens hidden_size tp_size device fp8_padded_hidden_size"
     ),
-    "vllm.model_executor.models.utils:scatter_output_slices": (
-        "output indices per_item_out_tokens dest clone"
-    ),
     "vllm.utils.torch_utils:current_stream": "",
     "vllm.distributed:get_pp_group": "",
     "vllm.distributed:get_tensor_model_parallel_world_size": "",
+    "vllm.distributed:get_tp_group": "",
+    "vllm.distributed.parallel_state:is_global_first_rank": "",
+    "vllm.distributed.parallel_state:GroupCoordinator.broadcast_object": "self obj src",
 }
 """Parameter names, in order, of each callable that is overridden or called."""
 

@@ -21,11 +21,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from vllm.distributed import get_tensor_model_parallel_world_size, get_tp_group
+from vllm.distributed.parallel_state import is_global_first_rank
 from vllm.logger import init_logger
 from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
-from vllm.vit_cudagraph import budgets
+from vllm.vit_cudagraph import budgets, metrics
 from vllm.vit_cudagraph.buffers import SharedRows
 from vllm.vit_cudagraph.captured import BufferMoved, CapturedBudget
 from vllm.vit_cudagraph.costs import CostLines
@@ -135,6 +137,7 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
         self.budget_graphs["default"] = self.captured
         self._weights = (self._weight_loads(), self.model.vit_weight_addresses())
         self.costs = self._known_costs()
+        self._publish()
         logger.info(
             "Captured %d encoder CUDA graphs (token budgets %s; at most %d items; %s) in %.1f s, "
             "%.0f MiB",
@@ -147,7 +150,9 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
         )
 
     def _capture_all(self, token_budgets: Iterable[int]) -> None:
-        for budget in sorted(token_budgets, reverse=True):
+        ordered = sorted(token_budgets, reverse=True)
+        hidden = not is_global_first_rank() or len(ordered) < 2
+        for budget in tqdm(ordered, desc="Capturing encoder CUDA graphs", disable=hidden):
             try:
                 self.captured[budget] = self._capture(budget)
             except Exception as error:
@@ -299,6 +304,7 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
         else:
             outputs = self._execute_checked(mm_kwargs, inputs)
         self.statistics.log(self._log_interval)
+        self._publish()
         return outputs
 
     def _execute_checked(
@@ -376,7 +382,7 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
             return None
         try:
             captured.load(values)
-            captured.graph.replay()
+            self._run(captured)
             # The next replay overwrites the output; what is handed out must stay as it is.
             rows = captured.output[: self.model.vit_declared.tower_rows(grids)].clone()
         except Exception as error:
@@ -385,9 +391,23 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
             self._give_up(captured, error, len(step.items), retire)
             return None
         tokens = sum(map(self.model.vit_declared.output_tokens, grids))
-        self.statistics.count_replay(captured.capacity.budget, len(step.items), tokens)
+        budget = captured.capacity.budget
+        predicted = self.costs.measured(budget)
+        self.statistics.count_replay(budget, len(step.items), tokens, predicted)
         self.graph_hits += len(step.items)
         return rows
+
+    def _run(self, captured: CapturedBudget) -> None:
+        """Replay, and time it now and then."""
+        budget = captured.capacity.budget
+        if not self.statistics.wants_time(budget):
+            captured.graph.replay()
+            return
+        watch = self.backend.stopwatch()
+        watch.start()
+        captured.graph.replay()
+        watch.stop()
+        self.statistics.count_time(budget, watch)
 
     # -- failures and counts -------------------------------------------------------------------
 
@@ -450,6 +470,17 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
         self.graph_misses += items
         if self.statistics.count_eager(reason, items) and warn:
             logger.warning("Encoder batch runs eagerly: %s (said once)", detail or reason)
+
+    def _publish(self) -> None:
+        """Hand the counts to whoever serves ``/metrics``."""
+        self.statistics.read_watches()
+        parallel, served = self.vllm_config.parallel_config, self.vllm_config.model_config
+        metrics.publish(
+            self.statistics.snapshot(len(self.captured)),
+            parallel.rank,
+            model_name=served.served_model_name,
+            engine=parallel.data_parallel_index,
+        )
 
     def get_cumulative_stats(self) -> dict[str, Any]:
         """Upstream's figures, and ours where the model is on the mixin."""

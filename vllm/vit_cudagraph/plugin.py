@@ -49,6 +49,7 @@ def _put_in_place() -> None:
     # Imported only now: on an unsupported version these may not even import. And all of them
     # before the first change, so that a failure leaves nothing half done.
     from vllm.v1.worker import encoder_cudagraph
+    from vllm.vit_cudagraph import metrics
     from vllm.vit_cudagraph.manager import EncoderGraphManager
     from vllm.vit_cudagraph.registration import register_models
 
@@ -57,6 +58,7 @@ def _put_in_place() -> None:
     bound = sys.modules.get("vllm.v1.worker.gpu.model_states.interface")
     if bound is not None:
         bound.EncoderCudaGraphManager = EncoderGraphManager  # type: ignore[attr-defined]
+    metrics.prepare()
 
 
 def _warn_once(problem: str) -> None:

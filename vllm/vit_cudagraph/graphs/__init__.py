@@ -25,6 +25,7 @@ import torch
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.vit_cudagraph.statistics import Stopwatch
 
 
 class GraphCaptureError(RuntimeError):
@@ -77,6 +78,9 @@ class GraphBackend(Protocol):
 
         None where that says nothing about a GPU, as on the twin.
         """
+
+    def stopwatch(self) -> "Stopwatch":
+        """For one replay; see :class:`vllm.vit_cudagraph.statistics.Stopwatch`."""
 
     def new_pool(self) -> Any:
         """A memory pool of its own, for graphs that are dropped again."""

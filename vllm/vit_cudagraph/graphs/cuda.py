@@ -56,6 +56,10 @@ class CudaBackend:
             times.append(time.perf_counter() - start)  # no cover: needs a GPU
         return min(times) * 1e3  # no cover: needs a GPU
 
+    def stopwatch(self) -> "EventWatch":
+        """See :class:`vllm.vit_cudagraph.graphs.GraphBackend`."""
+        return EventWatch()  # no cover: needs a GPU
+
     def new_pool(self) -> Any:
         """See :class:`vllm.vit_cudagraph.graphs.GraphBackend`."""
         return torch.cuda.graph_pool_handle()  # no cover: needs a GPU
@@ -64,6 +68,25 @@ class CudaBackend:
         """See :class:`vllm.vit_cudagraph.graphs.GraphBackend`."""
         gc.collect()  # no cover: needs a GPU
         torch.cuda.empty_cache()  # no cover: needs a GPU
+
+
+class EventWatch:
+    """Two events on the stream that replays run on."""
+
+    def __init__(self) -> None:
+        timed = {"enable_timing": True}  # no cover: needs a GPU
+        self._events = torch.cuda.Event(**timed), torch.cuda.Event(**timed)  # no cover: needs a GPU
+
+    def start(self) -> None:
+        self._events[0].record()  # no cover: needs a GPU
+
+    def stop(self) -> None:
+        self._events[1].record()  # no cover: needs a GPU
+
+    def milliseconds(self) -> float | None:
+        """See :class:`vllm.vit_cudagraph.statistics.Stopwatch`."""
+        start, stop = self._events  # no cover: needs a GPU
+        return start.elapsed_time(stop) if stop.query() else None  # no cover: needs a GPU
 
 
 def _capture_into(

@@ -22,6 +22,7 @@ function under ``torch.compile``, as vLLM has for some activations, runs op by o
 mode, by torch's own rule, and is recorded like any other code.
 """
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -92,6 +93,20 @@ class RecordedGraph:
         yield from self._pool
 
 
+class HostWatch:
+    """The host's clock: a recording has run when ``replay`` returns."""
+
+    def start(self) -> None:
+        self._start = time.perf_counter()
+
+    def stop(self) -> None:
+        self._stop = time.perf_counter()
+
+    def milliseconds(self) -> float | None:
+        """See :class:`vllm.vit_cudagraph.statistics.Stopwatch`."""
+        return (self._stop - self._start) * 1e3
+
+
 class RecordedBackend:
     """Captures by recording operators on the CPU."""
 
@@ -112,6 +127,10 @@ class RecordedBackend:
     def milliseconds(self, run: Callable[[], object]) -> float | None:
         """None: how long operators take on this CPU says nothing about a GPU."""
         return None
+
+    def stopwatch(self) -> "HostWatch":
+        """See :class:`vllm.vit_cudagraph.graphs.GraphBackend`."""
+        return HostWatch()
 
     def new_pool(self) -> Any:
         return object()
