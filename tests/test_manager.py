@@ -284,12 +284,6 @@ def test_attention_that_reads_offsets_on_the_host(vllm_log: list[Any]) -> None:
         assert not manager.supports_modality("image")
 
 
-def test_pruning(vllm_log: list[Any]) -> None:
-    with mock.patch.object(managers.model(FAMILY), "is_multimodal_pruning_enabled", True):
-        manager = managers.make_manager(FAMILY, capture=False)
-        nothing_captured(manager, "video pruning", vllm_log)
-
-
 def test_dynamic_fp8_scales(vllm_log: list[Any]) -> None:
     attention = managers.model(FAMILY).visual.blocks[0].attn.attn
     with mock.patch.object(attention, "_fp8_dynamic_scale", True):
@@ -337,6 +331,13 @@ def test_a_geometry_that_cannot_be_read(vllm_log: list[Any]) -> None:
 def without_lengths() -> Any:
     """A model whose tower takes no single lengths; made before a test listens to the log."""
     return managers.model("qwen2_vl")
+
+
+def test_pruning_that_vit_finish_does_not_do(without_lengths: Any, vllm_log: list[Any]) -> None:
+    """Qwen2-VL has none, and keeps the mixin's own ``vit_prunes``."""
+    with mock.patch.object(without_lengths, "is_multimodal_pruning_enabled", True, create=True):
+        manager = managers.make_manager("qwen2_vl", capture=False)
+        nothing_captured(manager, "video pruning", vllm_log)
 
 
 def test_flashinfer_where_the_tower_takes_no_lengths(

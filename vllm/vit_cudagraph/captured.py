@@ -85,12 +85,15 @@ class CapturedBudget:
         memory, left = self.memory, dict(values)
         pixels = left.pop(PIXELS)
         assert pixels is not None
-        memory.pixels.load(pixels if is_pieces(pixels) else [pixels], self.capacity.patches)
+        pieces = pixels if is_pieces(pixels) else [joined(pixels)]
+        memory.pixels.load(pieces, self.capacity.patches)
         if memory.host is not None:
             self._load_host(memory.host, left)
         for flat in memory.flat:
-            if all(is_pieces(left[name]) for name in flat.buffers):
-                flat.load({name: left.pop(name) for name in flat.buffers})
+            rows = {name: value for name in flat.buffers if is_pieces(value := left[name])}
+            if len(rows) == len(flat.buffers):
+                flat.load(rows)
+                left = {name: value for name, value in left.items() if name not in rows}
         for name, value in left.items():
             buffer = self.buffers.get(name)
             if buffer is not None and buffer.ndim:

@@ -36,8 +36,8 @@ H200_REPLAY_MS: Points = ((64, 2.8), (256, 5.4), (629, 11.9), (1196, 21.2), (211
 """Exact-shape replays of Qwen2.5-VL-7B's tower on an H200 (docs/measurements.md)."""
 
 H200_EAGER_MS: Points = ((64, 22.0), (256, 22.0), (629, 22.0), (1196, 28.0), (2116, 39.0))
-"""The same tower, eager, as measured; but the 30 ms at 64 tokens are taken as the 22 of the next two
-sizes, since all three wait for the same launches."""
+"""The same tower, eager, as measured; but the 30 ms at 64 tokens are taken as the 22 of the next
+two sizes, since all three wait for the same launches."""
 
 _FAR = 2**40
 """More tokens than any batch has: where the last piece of the eager curve ends."""
@@ -185,9 +185,9 @@ class CostLines:
         Never decreasing, and the cost of a token never grows: a piece between two points whose
         costs a token do not grow lies on a line that meets zero tokens at a cost of 0 or more.
         Hence ``eager(a + b) <= eager(a) + eager(b)``: with ``c(a + b) / (a + b)`` at most
-        ``c(a) / a`` and ``c(b) / b``, ``c(a + b) = (a + b) * c(a + b) / (a + b) <= c(a) + c(b)``. So
-        one eager step is never dearer than two, and a planner that makes at most one loses nothing
-        (but for a nanosecond where float64 rounds across a whole one).
+        ``c(a) / a`` and ``c(b) / b``, ``c(a + b) = a * c(a + b) / (a + b) + b * c(a + b) / (a + b)
+        <= c(a) + c(b)``. So one eager step is never dearer than two, and a planner that makes at
+        most one loses nothing (but for a nanosecond where float64 rounds across a whole one).
         """
         return float(self.eager_ns(tokens)) / NS_PER_MS
 

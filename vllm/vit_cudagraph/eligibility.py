@@ -27,9 +27,10 @@ def model_refusal(model: Any, tower: Any) -> str | None:
         return "this process has no vision tower"
     if not get_pp_group().is_first_rank:
         return "this pipeline rank never runs the vision tower"
-    if getattr(model, "is_multimodal_pruning_enabled", False):
+    if getattr(model, "is_multimodal_pruning_enabled", False) and not model.vit_prunes():
         return (
-            "video pruning changes embeddings after the tower; set video_pruning_rate=0 for graphs"
+            "video pruning changes embeddings after the tower, and this model's vit_finish() does "
+            "not do it; set video_pruning_rate=0 for graphs"
         )
     backend = getattr(tower, "attn_backend", None)
     if backend not in CAPTURABLE_BACKENDS:

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which token budgets to capture: a ladder fine enough that padding cannot eat what a graph gains.
 
-A batch of ``n`` tokens replays the smallest budget ``b >= n``, and its padding costs as much as real
-rows. Graphs gain up to eightfold at few tokens, where eager execution waits for launches, and a few
-percent near the crossover, where arithmetic fills the card. So steps are wider below than above.
+A batch of ``n`` tokens replays the smallest budget ``b >= n``, and its padding costs as much as
+real rows. Graphs gain up to eightfold at few tokens, where eager execution waits for launches, and
+a few percent near the crossover, where arithmetic fills the card. So steps are wider below.
 """
 
 from __future__ import annotations
 
 COARSE_BELOW = 64
-"""Below the smallest usual image (224 x 224 under patch 14, merge 2) steps are counted in tokens."""
+"""Tokens of the smallest usual image (224 x 224 under patch 14, merge 2). Few batches are smaller,
+so steps below it are counted in tokens."""
 
 COARSE_STEP = 8
 """Tokens of such a step."""

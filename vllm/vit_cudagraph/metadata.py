@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from typing_extensions import TypeIs
 
 from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderAttention
 from vllm.utils.torch_utils import async_tensor_h2d
@@ -235,9 +236,9 @@ class MetadataBuilder:
 # -- tensors whole and in pieces ---------------------------------------------------------------
 
 
-def is_pieces(value: Exact) -> TypeGuard[Sequence[torch.Tensor]]:
+def is_pieces(value: Exact | None) -> TypeIs[Sequence[torch.Tensor]]:
     """Whether rows come in pieces that follow each other."""
-    return not isinstance(value, (torch.Tensor, np.ndarray))
+    return isinstance(value, Sequence)
 
 
 def joined(value: Exact) -> torch.Tensor:

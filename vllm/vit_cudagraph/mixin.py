@@ -155,6 +155,11 @@ class WindowedViTCudaGraphMixin(SupportsEncoderCudaGraph):
         """Work of the whole batch, once, over all items in order, with the runner's kwargs."""
         return outputs
 
+    def vit_prunes(self) -> bool:
+        """Whether :meth:`vit_finish` does the model's video pruning (see ``pruning.py``). Where it
+        does not, nothing is captured while pruning is on."""
+        return False
+
     # -- derived -------------------------------------------------------------------------------
 
     @cached_property

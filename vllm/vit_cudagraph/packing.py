@@ -1,31 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cheapest way to run a batch: which items share a replay of which graph, and which run eagerly.
+"""The cheapest way to run a batch: which items share a replay, of which graph, which run eagerly.
 
 A **group** of items can be replayed by any graph that holds it in every kind: tokens, attention
 sequences, patches, windows, frames, items. Capacities grow together, so the smallest such graph
-(the group's **level**) is the largest of the levels of its kinds, and the group costs the least that
-was measured from that level up. All that runs eagerly runs in one step, because eager cost is
+(the group's **level**) is the largest of the levels of its kinds, and the group costs the least
+that was measured from that level up. All that runs eagerly runs in one step, because eager cost is
 subadditive (:meth:`CostLines.eager`). So a plan is a partition of the items into groups and at most
 one eager step.
 
-* Up to :data:`EXACT_ITEMS` items that fit a graph: all ``2^n`` groups are priced at once, and dynamic
-  programming over subsets finds the cheapest partition. Exact.
-* More items: the best of (a) the cheapest contiguous cuts of the items sorted by size, some at one
-  end run eagerly; (b) vLLM's own greedy packing; (c) everything eager. Then a few steps of it at a
-  time are packed anew by the exact method, in :data:`EXACT_ITEMS` blocks of items; that can only
-  make it cheaper. A heuristic, but by (b) and (c) **never dearer than vLLM's packing over the same
-  budgets where that respects all capacities, and never dearer than eager**. Against the exact
-  method on batches of 9 to 12 images or clips it was 0.3 % dearer on average, at most 4 %.
+* Up to :data:`EXACT_ITEMS` items that fit a graph: all ``2^n`` groups are priced at once, and
+  dynamic programming over subsets finds the cheapest partition. Exact.
+* More items: the better of (a) the cheapest contiguous cuts of the items sorted by size, any number
+  of the largest run eagerly, and (b) vLLM's own greedy packing. Then a few steps at a time are
+  packed anew by the exact method, in :data:`EXACT_ITEMS` blocks of items, which can only make the
+  plan cheaper. A heuristic, but **never dearer than eager**, which is one of (a), **and never
+  dearer than vLLM's packing over the same budgets where that respects all capacities**. Exact for
+  up to :data:`LONGEST_RUN` equal items.
 
 Among plans of equal cost the one with fewer steps is taken, then the one without an eager step. All
-costs are whole numbers in float64: nanoseconds, and below them 12 bits that order ties. Sums of them
-are exact up to 2^53, a predicted 36 minutes, so that plans of equal cost compare equal in whatever
-order they were added up, and every rank makes the same plan.
+costs are whole numbers in float64: nanoseconds, and below them 12 bits that order ties. Sums are
+exact up to 2^53, a predicted 36 minutes, so plans of equal cost compare equal in whatever order
+they were added up, and every rank makes the same plan.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -42,13 +42,9 @@ from vllm.vit_cudagraph.geometry import Capacity, Usage
 EXACT_ITEMS = 8
 """Most items that are packed exactly: that takes 3^8 / 2 pairs of subsets."""
 
-LONG_LIST = 64
-"""Longest run that is considered, and the length from which a list of small items is shortened
-before it is cut (:meth:`Packer._full_runs`), so that time stays linear in its length."""
-
-FULL_RUN = 16
-"""Fewest items of a run that is packed without a search. What such a run leaves free of its graph is
-less than the next item, and the items before that one are no larger than it."""
+LONGEST_RUN = 64
+"""Most items of a run that cuts consider, so that their time is linear in the number of items.
+Longer runs than that are vLLM's, if its packing is the better."""
 
 REPACKED_STEPS = 4
 """Replays that are packed anew together. Each, and the eager step, is at least one block."""
@@ -124,18 +120,17 @@ class Packer:
         self._tabulate()
 
     def _price(self, budgets: list[int]) -> None:
-        """For each level, the graph that costs least from there up, the smallest such, and that."""
+        """For each level, the cheapest of the graphs from there up, the smaller of equals, and its
+        cost: by noise or by its shape, a graph may cost more than a larger one."""
         ns = [float(round(self._costs.measured(budget) * NS_PER_MS)) for budget in budgets]
-        cheapest = list(
-            accumulate(reversed(range(len(ns))), lambda best, i: i if ns[i] <= ns[best] else best)
-        )[::-1]
-        self._replayed = [budgets[i] for i in cheapest]
-        self._level_ns = [ns[i] for i in cheapest]
+        best: list[tuple[float, int]] = []
+        for cost, budget in zip(reversed(ns), reversed(budgets), strict=True):
+            best.append(min([(cost, budget), *best[-1:]]))
+        self._replayed = [budget for _, budget in reversed(best)]
+        self._level_ns = [cost for cost, _ in reversed(best)]
         self._level_units = np.array(
             [*(cost * UNITS_PER_NS + REPLAY_TIE for cost in self._level_ns), np.inf]
         )
-        rates = [cost / budget for cost, budget in zip(ns, budgets, strict=True)]
-        self._best_rate = min(range(len(rates)), key=rates.__getitem__, default=0)
 
     def _tabulate(self) -> None:
         """One table of levels for all kinds: of a kind, ``_table[min(count, _top) + _first]``.
@@ -250,7 +245,7 @@ class Packer:
     # -- many items: heuristics ----------------------------------------------------------------
 
     def _heuristic(self, rows: list[Row], base: int | None) -> _Candidate:
-        """The best of several candidates, improved."""
+        """The better of the cuts and vLLM's packing, improved."""
 
         def units(candidate: _Candidate) -> float:
             cost = sum(float(self._level_units[level]) for _, level in candidate.groups)
@@ -258,13 +253,10 @@ class Packer:
                 cost += float(self._eager_units(sum(rows[i][0] for i in candidate.eager), base))
             return cost
 
-        found = [self._cuts(rows, base), _Candidate([], list(range(len(rows))))]
-        upstream = self._upstream(rows)
-        if upstream is not None:
-            found.append(upstream)
-        best = min(found, key=units)
-        for inwards in (True, False):
-            best = self._repacked(best, rows, base, inwards)
+        best = min([self._cuts(rows, base), *self._upstream(rows)], key=units)
+        if len(set(rows)) > 1:
+            for inwards in (True, False):
+                best = self._repacked(best, rows, base, inwards)
         return best
 
     def _repacked(
@@ -294,50 +286,23 @@ class Packer:
         return _Candidate(repacked, eager)
 
     def _cuts(self, rows: list[Row], base: int | None) -> _Candidate:
-        """The cheapest contiguous cuts of the sorted items, for the best number of the largest that
-        run eagerly; or of the smallest, where there is an eager step in any case."""
+        """The cheapest contiguous cuts of the sorted items and number of the largest that run
+        eagerly."""
         order = sorted(range(len(rows)), key=rows.__getitem__)
-        ordered = [rows[i] for i in order]
-        prefix = [list(accumulate(column, initial=0)) for column in zip(*ordered, strict=True)]
-        runs = self._full_runs(prefix)
-        filled = runs[-1][1] if runs else 0
-
-        sums = np.array(prefix)[:, filled:]
+        sums = np.zeros((len(rows[0]), len(rows) + 1), np.int64)
+        np.cumsum(np.array([rows[i] for i in order]).T, axis=1, out=sums[:, 1:])
         levels = self._levels_of_runs(sums)
         units = self._level_units.take(levels)
-        nothing = np.full(sums.shape[1], np.inf)
-        nothing[0] = 0.0
-        tail = self._eager_units(sums[0, -1] - sums[0], base)
+        best = _cheapest_cuts(units)
+        eager = self._eager_units(sums[0, -1] - sums[0], base)
         if base is None:
-            tail[-1] = 0.0
-        plans = [_CutPlan(units, nothing, tail)]
-        if base is not None:
-            head = self._eager_units(sums[0] - sums[0, 0], base)
-            plans.append(_CutPlan(units, head, nothing[::-1]))
-        plan = min(plans, key=lambda plan: plan.units)
-
-        start, cuts = plan.cuts()
-        runs += [(filled + a, filled + b, int(levels[b - 1, a - b])) for a, b in cuts]
-        eager = order[filled : filled + start] + order[filled + plan.stop :]
-        return _Candidate([(order[a:b], level) for a, b, level in runs], eager)
-
-    def _full_runs(self, prefix: list[list[int]]) -> list[tuple[int, int, int]]:
-        """Runs ``(start, stop, level)`` that a long list of small items begins with: as many as the
-        graph of the best rate holds. What they leave is short, or of larger items."""
-        room = self._rooms[self._best_rate]
-        count = len(prefix[0]) - 1
-        runs: list[tuple[int, int, int]] = []
-        start = 0
-        while count - start > LONG_LIST:
-            stop = min(
-                bisect_right(sums, sums[start] + limit) - 1
-                for sums, limit in zip(prefix, room, strict=True)
-            )
-            if stop - start < FULL_RUN:
-                break
-            runs.append((start, stop, self._level([sums[stop] - sums[start] for sums in prefix])))
-            start = stop
-        return runs
+            eager[-1] = 0.0
+        stop = int((best + eager).argmin())
+        groups = [
+            (order[start:end], int(levels[end - 1, start - end]))
+            for start, end in _cuts_before(stop, units, best)
+        ]
+        return _Candidate(groups, order[stop:])
 
     def _levels_of_runs(self, prefix: Ints) -> npt.NDArray[np.int16]:
         """Level of each run of up to ``D`` items; ``[m, D]``: ``[j - 1, D - d]`` is of the ``d``
@@ -348,41 +313,21 @@ class Packer:
                 fewer tokens than the one before: so no run that fits is longer than the longest
                 at the start.
         """
-        tokens = prefix[0] - prefix[0, 0]
-        longest = int(np.searchsorted(tokens, self._rooms[-1][0], side="right")) - 1
-        depth = min(longest, LONG_LIST)
+        longest = int(np.searchsorted(prefix[0], self._rooms[-1][0], side="right")) - 1
+        depth = min(longest, LONGEST_RUN)
         before = np.full((len(prefix), depth), -_UNLIMITED)
         padded = np.concatenate([before, prefix], axis=1)
         starts = np.lib.stride_tricks.sliding_window_view(padded[:, 1:-1], depth, axis=1)
         return self._levels(prefix[:, 1:, None] - starts)
 
-    def _upstream(self, rows: list[Row]) -> _Candidate | None:
-        """vLLM's packing, each group in the cheapest graph that holds it; None where none does.
-
-        vLLM (0.32, 0.33: ``EncoderCudaGraphManager._execute_local``) knows tokens and the number of
-        items. It takes items by ascending tokens into the group that is open, and closes that first
-        if the largest budget or the limit on items would be exceeded, or if the item needs at least
-        the group's budget and both apart need less in sum than both together.
-        """
-        budgets, limit = self._by_kind[0], self._rooms[-1][5]
-        opened: list[int] = []
-        groups = [opened]
-        held = 0
-        for i in sorted(range(len(rows)), key=lambda i: rows[i][0]):
-            size = rows[i][0]
-            if opened and (
-                len(opened) == limit
-                or held + size > budgets[-1]
-                or _better_apart(held, size, budgets)
-            ):
-                opened, held = [], 0
-                groups.append(opened)
-            opened.append(i)
-            held += size
+    def _upstream(self, rows: list[Row]) -> list[_Candidate]:
+        """vLLM's packing, each group in the cheapest graph that holds it; none if one fits none."""
+        tokens = [row[0] for row in rows]
+        groups = upstream_groups(tokens, self._by_kind[0], self._rooms[-1][5])
         levels = [self._level(_sum([rows[i] for i in items])) for items in groups]
         if max(levels) == len(self._rooms):
-            return None
-        return _Candidate(list(zip(groups, levels, strict=True)), [])
+            return []
+        return [_Candidate(list(zip(groups, levels, strict=True)), [])]
 
     def _level(self, row: Sequence[int]) -> int:
         """Of one group, as :meth:`_levels`."""
@@ -417,6 +362,39 @@ def _blocks(parts: list[list[int]]) -> list[list[int]]:
             break
         single.append([longest.pop()])
     return parts + single
+
+
+# -- vLLM's packing ----------------------------------------------------------------------------
+
+
+def upstream_groups(
+    tokens: Sequence[int], budgets: Sequence[int], most_items: int
+) -> list[list[int]]:
+    """How vLLM (0.32, 0.33: ``EncoderCudaGraphManager._execute_local``) groups a batch.
+
+    It knows tokens and the number of items. It takes items by ascending tokens into the group that
+    is open, and closes that first if the largest budget or the limit on items would be exceeded; or
+    if the item needs at least the group's budget, and both apart need less in sum than together.
+
+    Args:
+        tokens: Of each item, at most the largest budget.
+        budgets: Ascending.
+        most_items: Of one group.
+
+    Returns:
+        Positions of the items of each group.
+    """
+    opened: list[int] = []
+    groups = [opened]
+    held = 0
+    for i in sorted(range(len(tokens)), key=tokens.__getitem__):
+        full = len(opened) == most_items or held + tokens[i] > budgets[-1]
+        if opened and (full or _better_apart(held, tokens[i], budgets)):
+            opened, held = [], 0
+            groups.append(opened)
+        opened.append(i)
+        held += tokens[i]
+    return groups
 
 
 def _better_apart(held: int, size: int, budgets: Sequence[int]) -> bool:
@@ -466,41 +444,32 @@ def _items(mask: int) -> list[int]:
 # -- cuts --------------------------------------------------------------------------------------
 
 
-class _CutPlan:
-    """The cheapest contiguous cuts of ``m`` items in a row.
+def _cheapest_cuts(runs: Floats) -> Floats:
+    """Least cost of the first 0..m items in a row, cut into runs; ``[m + 1]``.
 
     Args:
-        runs: Cost of each run, ``[m, D]`` (:meth:`Packer._levels_of_runs`).
-        first: Cost of leaving the first 0..m items to something else; ``last``: all after the first
-            0..m. Both ``[m + 1]``, inf where that is not allowed.
-
-    Attributes:
-        units: Cost of all.
-        stop: Where the part that ``last`` pays for begins.
+        runs: Cost of each run, ``[m, D]``, laid out as :meth:`Packer._levels_of_runs` has it.
     """
+    count, depth = runs.shape
+    # best[D + j] is of the first j items; the D before them do not exist.
+    best = np.full(depth + count + 1, np.inf)
+    best[depth] = 0.0
+    least = np.minimum.reduce
+    for j, costs in enumerate(runs, start=1):
+        best[depth + j] = least(best[j : depth + j] + costs)
+    return best[depth:]
 
-    def __init__(self, runs: Floats, first: Floats, last: Floats) -> None:
-        self._runs, self._first = runs, first
-        depth = runs.shape[1]
-        # best[D + j] is the least cost of the first j items; the D before them do not exist.
-        self._best = best = np.concatenate([np.full(depth, np.inf), first])
-        least = np.minimum.reduce
-        for j, costs in enumerate(runs, start=1):
-            best[depth + j] = min(best[depth + j], least(best[j : depth + j] + costs))
-        total = best[depth:] + last
-        self.stop = int(total.argmin())
-        self.units = float(total[self.stop])
 
-    def cuts(self) -> tuple[int, list[tuple[int, int]]]:
-        """Where the part that ``first`` pays for ends, and the runs ``(start, stop)`` after it."""
-        depth, j = self._runs.shape[1], self.stop
-        cuts: list[tuple[int, int]] = []
-        while self._best[depth + j] != self._first[j]:
-            costs = self._best[j : depth + j] + self._runs[j - 1]
-            start = j - depth + int(costs.argmin())
-            cuts.append((start, j))
-            j = start
-        return j, cuts[::-1]
+def _cuts_before(stop: int, runs: Floats, best: Floats) -> list[tuple[int, int]]:
+    """The runs ``(start, end)`` that ``best[stop]`` of :func:`_cheapest_cuts` is made of."""
+    cuts = []
+    while stop:
+        depth = min(stop, runs.shape[1])
+        costs = best[stop - depth : stop] + runs[stop - 1, -depth:]
+        start = stop - depth + int(costs.argmin())
+        cuts.append((start, stop))
+        stop = start
+    return cuts[::-1]
 
 
 # -- batches seen before -----------------------------------------------------------------------

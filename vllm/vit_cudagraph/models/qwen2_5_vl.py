@@ -3,11 +3,11 @@
 
 from vllm.model_executor.models import qwen2_5_vl
 from vllm.vit_cudagraph.geometry import ViTGeometry, offset_rows, position_rows, window_rows
-from vllm.vit_cudagraph.mixin import WindowedViTCudaGraphMixin
+from vllm.vit_cudagraph.pruning import VideoPruningMixin
 
 
 class Qwen2_5_VLForConditionalGeneration(
-    WindowedViTCudaGraphMixin, qwen2_5_vl.Qwen2_5_VLForConditionalGeneration
+    VideoPruningMixin, qwen2_5_vl.Qwen2_5_VLForConditionalGeneration
 ):
     def vit_geometry(self) -> ViTGeometry:
         tower = self.visual

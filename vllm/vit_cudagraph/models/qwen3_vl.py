@@ -8,11 +8,11 @@ import torch
 
 from vllm.model_executor.models import qwen3_vl, qwen3_vl_moe
 from vllm.vit_cudagraph.geometry import Grid, ViTGeometry, offset_rows, position_rows
-from vllm.vit_cudagraph.mixin import WindowedViTCudaGraphMixin
 from vllm.vit_cudagraph.positions import TABLE_ROWS, TABLE_WEIGHTS, bilinear_rows, interpolated
+from vllm.vit_cudagraph.pruning import VideoPruningMixin
 
 
-class _Qwen3VLTower(WindowedViTCudaGraphMixin):
+class _Qwen3VLTower(VideoPruningMixin):
     visual: Any
 
     def vit_geometry(self) -> ViTGeometry:
