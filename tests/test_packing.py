@@ -486,8 +486,10 @@ def test_long_lists_of_small_items_fill_their_graphs() -> None:
     """Each is the best that there is: as many items as a step may hold, in 2,016 tokens or more."""
     graphs = [QWEN.capacity(budget, Limits(items=126)) for budget in BUDGETS]
     batch = [QWEN.usage((1, 8, 8))] * 504
-    packed = Packer(graphs, H200).pack(batch)
-    assert faults(packed, batch, graphs, H200) == []
+    # A straight line: the larger the graph, the less a token costs.
+    costs = CostLines.of({b: 1.5 + 0.0165 * b for b in BUDGETS}, dict(H200.eager_ms))
+    packed = Packer(graphs, costs).pack(batch)
+    assert faults(packed, batch, graphs, costs) == []
     assert [(len(items), budget) for items, budget in packed.steps] == [(126, 2076)] * 4
 
 

@@ -240,11 +240,13 @@ def test_equals_embed_multimodal(family: str, method: str, rate: float, case: st
 
 @each_method
 def test_what_runs_eagerly_is_embed_multimodal_bit_for_bit(family: str, method: str) -> None:
+    """But for Qwen3-VL's learned positions, which are summed in another order here."""
     manager = make_manager(family, budgets=[1])
+    same = managers.assert_same if family.startswith("qwen3") else assert_identical
     for modality, grids in (("image", [[1, 8, 8], [1, 4, 20]]), ("video", [[3, 6, 8], [1, 4, 4]])):
         with pruning(family, method, 0.5):
             kwargs = batch(family, grids, modality)
-            assert_identical(managers.run(manager, kwargs), managers.eager(manager.model, kwargs))
+            same(managers.run(manager, kwargs), managers.eager(manager.model, kwargs))
     assert not manager.statistics.replays and manager.statistics.eager.total() == 4
 
 
@@ -254,7 +256,7 @@ def test_order_and_one_finish_whatever_the_packing_did(family: str, method: str)
     grids = [[1, 10, 10], [7, 2, 4], [2, 12, 20], [1, 2, 2], [4, 6, 8], [2, 4, 6]]
     with pruning(family, method, 0.5):
         kwargs = batch(family, grids, "video", fps=(1.0, 2.0, 0.5, 3.0))
-        plan = manager._plan(manager.model.vit_inputs(kwargs))
+        plan = manager._plan(manager.model.vit_inputs(kwargs)).steps
         order = [item for step in plan for item in step.items]
         assert order != sorted(order) and len(plan) > 2
         assert {step.budget is None for step in plan} == {True, False}

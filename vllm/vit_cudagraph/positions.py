@@ -9,14 +9,43 @@ seen at once, and a patch takes 32 bytes of buffers instead of a row of the tabl
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
 
-from vllm.vit_cudagraph.geometry import Grid
+from vllm.vit_cudagraph.geometry import Grid, Rows, position_rows
+from vllm.vit_cudagraph.mixin import WindowedViTCudaGraphMixin
 
 TABLE_ROWS, TABLE_WEIGHTS = "pos_table_rows", "pos_table_weights"
 """Names of the two tensors in the metadata."""
+
+
+class LearnedPositionsMixin(WindowedViTCudaGraphMixin):
+    """The mixin of a model whose tower stretches a square table of positions over each frame.
+
+    The tower has the table as ``pos_embed``, ``num_grid_per_side`` entries along each side, and
+    reads the position rows as ``pos_embeds`` in its metadata. The model declares
+    :func:`table_rows` among its geometry's rows.
+    """
+
+    def vit_position_rows(self, grid: Grid) -> Mapping[str, Any]:
+        tower = self.vit_tower()
+        taken = bilinear_rows(
+            grid, tower.num_grid_per_side, tower.spatial_merge_size, tower.pos_embed.weight
+        )
+        return {**super().vit_position_rows(grid), **taken}
+
+    def vit_forward(
+        self, pixels: torch.Tensor, metadata: dict[str, torch.Tensor | None]
+    ) -> torch.Tensor:
+        positions = interpolated(self.vit_tower().pos_embed.weight, metadata)
+        return super().vit_forward(pixels, {**metadata, "pos_embeds": positions})
+
+
+def table_rows() -> dict[str, Rows]:
+    """What :class:`LearnedPositionsMixin` reads."""
+    return position_rows(TABLE_ROWS, TABLE_WEIGHTS)
 
 
 def bilinear_rows(
