@@ -35,6 +35,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm.vit_cudagraph.costs import CostLines
 from vllm.vit_cudagraph.geometry import Limits
 from vllm.vit_cudagraph.testing import faults, histories, strategies
 from vllm.vit_cudagraph.testing.defects import DEFECTS, Defect
@@ -305,6 +306,21 @@ def graph_settings(
         check_batch(suite.subject(), manager, batch)
 
 
+def costs(suite: EncoderGraphConformance, case: tuple[CostLines, Batch]) -> None:
+    """Whatever replays and eager runs cost, and so whichever is taken for an item: the same
+    embeddings, and each item runs once."""
+    lines, batch = case
+    subject, manager = suite.subject(), suite.manager()
+    mm_kwargs, counts = subject.kwargs(batch), manager.statistics
+    before = counts.replayed + counts.eager.total()
+    with manager.priced(lines):
+        outputs = subject.execute(manager, mm_kwargs)
+    assert_close(outputs, subject.eager(mm_kwargs), "the eager path")
+    ran = counts.replayed + counts.eager.total() - before
+    if ran != len(batch.grids):
+        raise Mismatch(f"{ran} items were counted, of {len(batch.grids)}")
+
+
 def hooks(suite: EncoderGraphConformance, batch: Batch) -> None:
     """``vit_finish`` is called once a batch with all items in order and the runner's kwargs, and
     what it gives is what is handed out."""
@@ -428,6 +444,10 @@ def _settings_and_batches(suite: EncoderGraphConformance) -> st.SearchStrategy[A
     return strategies.graph_settings(most_budget=max(suite.settings.budgets)).flatmap(with_batches)
 
 
+def _priced(suite: EncoderGraphConformance) -> st.SearchStrategy[Any]:
+    return st.tuples(strategies.cost_lines(sorted(suite.settings.budgets)), _batches(suite))
+
+
 def _variants(suite: EncoderGraphConformance) -> st.SearchStrategy[Any]:
     assert suite.variants is not None
 
@@ -453,6 +473,7 @@ PROPERTIES: Mapping[str, Property] = {
         Property(turns, _turns, 25),
         Property(order, _permuted, 25),
         Property(graph_settings, _settings_and_batches, 30),
+        Property(costs, _priced, 25),
         Property(hooks, _batches, 25),
         Property(own_eager_path, _batches, 25),
         Property(variants, _variants, 25),

@@ -25,6 +25,7 @@ from hypothesis import assume
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
+from vllm.vit_cudagraph.costs import CostLines
 from vllm.vit_cudagraph.geometry import Capacity, Grid, ViTGeometry
 
 MOST_ASPECT_RATIO = 200
@@ -754,6 +755,19 @@ def graph_settings(*, most_budget: int = 160) -> SearchStrategy[GraphSettings]:
     """
     _check_positive(most_budget=most_budget)
     return _graph_settings(most_budget)
+
+
+def cost_lines(budgets: Sequence[int]) -> SearchStrategy[CostLines]:
+    """What replays of ``budgets`` and eager runs might have been measured to take: anything."""
+    times = st.sampled_from([0.1, 1.0, 1.0, 3.0, 10.0, 100.0])
+    sizes = (1, *(budget + 1 for budget in budgets))
+    return st.builds(
+        lambda replay, eager: CostLines.of(
+            dict(zip(budgets, replay, strict=True)), dict(zip(sizes, eager, strict=True))
+        ),
+        st.tuples(*[times for _ in budgets]),
+        st.tuples(*[times for _ in sizes]),
+    )
 
 
 # -- configurations --------------------------------------------------------------------------------

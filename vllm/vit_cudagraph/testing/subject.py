@@ -9,7 +9,8 @@ known about it, and raises :class:`~vllm.vit_cudagraph.testing.oracles.Mismatch`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,6 +96,17 @@ class WatchedManager(EncoderGraphManager):
         The suite is about values; what is worth replaying is the planner's own tests' business."""
         captured = list(self.captured)
         return CostLines.of(dict(CostLines.modelled(captured).replay_ms), {1: 1e6})
+
+    @contextmanager
+    def priced(self, costs: CostLines) -> Iterator[None]:
+        """While open, batches are planned by these costs."""
+        kept, self.costs = self.costs, costs
+        self._planners.clear()
+        try:
+            yield
+        finally:
+            self.costs = kept
+            self._planners.clear()
 
     def _capture(self, budget: int) -> CapturedBudget:
         captured = super()._capture(budget)
