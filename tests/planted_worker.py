@@ -7,9 +7,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
-from vllm.vit_cudagraph.captured import CapturedBudget, Padding
+from vllm.vit_cudagraph.captured import CapturedBudget
+from vllm.vit_cudagraph.metadata import Exact
 from vllm.vit_cudagraph.testing.cpu_worker import TwinWorker
 
 
@@ -18,10 +17,10 @@ class StaleOffsets(CapturedBudget):
 
     is_loaded = False
 
-    def load(self, values: Mapping[str, torch.Tensor | None], padding: Padding) -> None:
+    def load(self, values: Mapping[str, Exact | None]) -> None:
         stale = {name: buffer.clone() for name, buffer in self.buffers.items() if "cu_" in name}
         assert stale, "the tower has no offsets under the name that this fault looks for"
-        super().load(values, padding)
+        super().load(values)
         if self.is_loaded:
             for name, offsets in stale.items():
                 self.buffers[name].copy_(offsets)

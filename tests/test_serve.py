@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import math
 import os
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,14 @@ FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 TOKEN_BUDGETS = [64, 128, 256, 512]
 TOLERANCE = 1e-4  # of a log-probability: equal to 4 decimals
 QUESTION = text_part("What is in the picture?")
+
+METRICS = (
+    "items_replayed_total",
+    "eager_items_total",
+    "replays_total",
+    "padding_tokens_total",
+    "captured_graphs",
+)
 
 PHOTOGRAPHS = {
     "rocket": (640, 427),
@@ -193,6 +202,30 @@ def test_item_above_every_budget_runs_eagerly_and_is_counted(pair: Pair) -> None
     assert_equal(answer, pair.eager.chat(content), "retina")
     assert (counted.replayed, counted.eager) == (0, 1)
     assert "larger than every token budget: 1" in counted.reasons
+
+
+@every_family
+def test_metrics_agree_with_the_log(pair: Pair) -> None:
+    """Workers write what the API server shows, so it is about a second behind."""
+    for name in ("rocket", "three photographs", "video"):
+        pair.graphs.chat(CASES[name].content)
+    logged, deadline = pair.graphs.statistics(), time.monotonic() + 30
+    shown: dict[str, float] = {}
+    while shown.get("items_replayed_total") != logged.replayed and time.monotonic() < deadline:
+        time.sleep(0.3)
+        shown = pair.graphs.metrics()
+    assert logged.replayed > 0
+    assert {name: shown.get(name, 0.0) for name in METRICS} == {
+        "items_replayed_total": logged.replayed,
+        "eager_items_total": logged.eager,
+        "replays_total": logged.replays,
+        "padding_tokens_total": logged.padding,
+        "captured_graphs": len(TOKEN_BUDGETS),
+    }
+    assert 0 < shown["timed_replays_total"] <= logged.replays
+    assert shown["measured_milliseconds_total"] > 0
+    assert shown["predicted_milliseconds_total"] > 0
+    assert pair.eager.metrics() == {}
 
 
 @every_family

@@ -32,6 +32,7 @@ from types import TracebackType
 from typing import Any
 
 from PIL import Image
+from prometheus_client.parser import text_string_to_metric_families
 
 from vllm.vit_cudagraph.testing.photos import image_url
 
@@ -306,6 +307,19 @@ class Server:
             return Statistics()
         replayed, eager, reasons, replays, padding = lines[-1]
         return Statistics(int(replayed), int(eager), reasons, int(replays), int(padding))
+
+    def metrics(self) -> dict[str, float]:
+        """Totals on `/metrics` of this package's counters and gauges, by short name, over all
+        workers and labels: `{"items_replayed_total": 3.0, ...}`."""
+        with _open(f"http://127.0.0.1:{self.port}/metrics", None, 30.0) as response:
+            families = text_string_to_metric_families(response.read().decode())
+            totals: dict[str, float] = {}
+            for family in families:
+                for sample in family.samples:
+                    _, ours, name = sample.name.partition("vllm:encoder_cudagraph_")
+                    if ours:
+                        totals[name] = totals.get(name, 0.0) + sample.value
+            return totals
 
     def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         url = f"http://127.0.0.1:{self.port}{path}"
