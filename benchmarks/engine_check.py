@@ -153,7 +153,8 @@ def error_on_buffers(manager: Any, mm_kwargs: dict[str, Any]) -> float:
     inputs = manager.model.vit_checked_inputs(mm_kwargs)
     type(manager).execute(manager, mm_kwargs)
     # Graphs share a pool: only what the last replay wrote is still there.
-    graph = manager.captured[manager._plan(inputs)[-1].budget]
+    replays = [step.budget for step in manager._plan(inputs).steps if step.budget is not None]
+    graph = manager.captured[replays[-1]]
     used = int(graph.buffers["cu_seqlens"][-1]) // manager.model.vit_declared.merge_unit
     with torch.inference_mode():
         eager = manager.model.encoder_cudagraph_forward(dict(graph.buffers))

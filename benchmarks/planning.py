@@ -36,7 +36,7 @@ from vllm.vit_cudagraph.geometry import Grid, Limits, ViTGeometry, offset_rows, 
 from vllm.vit_cudagraph.ladder import token_ladder
 from vllm.vit_cudagraph.packing import EXACT_ITEMS, Packer, PlanCache
 
-COUNTS = (1, 2, 4, 8, 9, 16, 32, 64, 128, 512)
+COUNTS = (1, 2, 4, 8, 9, 10, 11, 16, 32, 64, 128, 512)
 LARGEST_BUDGET = 1650
 MOST_ITEMS = 64
 LIMITS_US = {8: 200.0, 512: 5000.0}

@@ -275,7 +275,7 @@ def test_few_items_are_packed_at_the_least_cost(
 @given(problem=problems(exact))
 @pytest.mark.fuzz
 @examples(20)
-def test_eight_items_are_packed_at_the_least_cost(
+def test_as_many_items_as_are_exact_are_packed_at_the_least_cost(
     problem: tuple[list[Usage], list[Capacity], CostLines],
 ) -> None:
     batch, graphs, costs = problem
@@ -446,12 +446,12 @@ def test_traces_of_real_batches_are_never_dearer_than_eager_or_upstream(part: in
     assert legal > 500 < 3 * cheaper
 
 
-@pytest.mark.parametrize("count", [9, 10])
+@pytest.mark.parametrize("count", [11, 12])
 def test_a_few_more_items_than_exact_are_near_the_least_cost(
     count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The heuristic against the exact packer, whose limit is raised for this: dearer by 0.2 % on
-    average, at most by 4 %."""
+    """The heuristic against the exact packer, whose limit is raised for this: a few percent
+    at most, and far less on average."""
     generator = random.Random(count)
     batches = [[QWEN.usage(image(generator)) for _ in range(count)] for _ in range(100)]
     heuristic = [QWEN_PACKER.pack(batch).cost_ms for batch in batches]
@@ -460,8 +460,8 @@ def test_a_few_more_items_than_exact_are_near_the_least_cost(
     least = [QWEN_PACKER.pack(batch).cost_ms for batch in batches]
     ratios = [ours / best for ours, best in zip(heuristic, least, strict=True)]
     assert min(ratios) >= 1
-    assert max(ratios) < 1.05
-    assert sum(ratios) / len(ratios) < 1.005
+    assert max(ratios) < 1.03
+    assert sum(ratios) / len(ratios) < 1.003
 
 
 @pytest.mark.parametrize("count", [65, 130, 512])
@@ -524,8 +524,8 @@ def test_of_equal_costs_the_fewer_steps_are_taken_and_then_replays() -> None:
     costs = CostLines.of({50: 2, 100: 4}, {450: 4})
     assert Packer([SMALL, LARGE], costs).pack(tokens(50, 50)).steps == (((0, 1), 100),)
     assert Packer([SMALL], costs).pack(tokens(50, 50)).steps == (((0, 1), None),)
-    nine = CostLines.of({50: 2}, {450: 18})
-    assert Packer([SMALL], nine).pack(tokens(*[50] * 9)).steps == ((tuple(range(9)), None),)
+    twelve = CostLines.of({50: 2}, {600: 24})
+    assert Packer([SMALL], twelve).pack(tokens(*[50] * 12)).steps == ((tuple(range(12)), None),)
     one = CostLines.of({50: 4}, {450: 4})
     assert Packer([SMALL], one).pack(tokens(50)).steps == (((0,), 50),)
 
@@ -533,9 +533,9 @@ def test_of_equal_costs_the_fewer_steps_are_taken_and_then_replays() -> None:
 def test_the_largest_of_many_run_eagerly_where_a_last_replay_would_be_dearer() -> None:
     """Three of 33 tokens fill a replay of 3 ms; an eager run is 1.9 for each."""
     full, costs = Capacity(99, 3, 999, 9, 99), CostLines.of({99: 3}, {33: 1.9})
-    packed = Packer([full], costs).pack(tokens(*[33] * 10))
-    assert [(len(items), budget) for items, budget in packed.steps] == [(3, 99)] * 3 + [(1, None)]
-    assert packed.cost_ms == 10.9
+    packed = Packer([full], costs).pack(tokens(*[33] * 13))
+    assert [(len(items), budget) for items, budget in packed.steps] == [(3, 99)] * 4 + [(1, None)]
+    assert packed.cost_ms == 13.9
 
 
 def test_a_slow_graph_is_passed_over_for_a_larger_one() -> None:
@@ -552,10 +552,12 @@ def test_what_must_run_eagerly_takes_others_along_where_they_are_cheaper_there()
     assert packed.steps == (((0, 1), None),)
     steep = CostLines.of({50: 2, 100: 3}, {10: 20, 1000: 2000})
     assert Packer([SMALL, LARGE], steep).pack(tokens(500, 40)).steps == (((1,), 50), ((0,), None))
-    # The same with many: the smallest go along, in the place of a replay of their own.
+    # The same with many: four replays of three are full, and one item goes along. Cuts of sorted
+    # items would leave the largest; packed anew, it is in a replay (33 + 33 + 34 = 100).
     less_steep = CostLines.of({100: 3}, {10: 20, 1000: 60})
-    many = tokens(500, *[33] * 9, 1)
-    assert Packer([LARGE], less_steep).pack(many).steps[-1] == ((0, 10), None)
+    packed = Packer([LARGE], less_steep).pack(tokens(500, *[33] * 12, 34))
+    assert [len(items) for items, _ in packed.steps] == [3, 3, 3, 3, 2]
+    assert packed.steps[-1][0][0] == 0 < packed.steps[-1][0][1] < 13
 
 
 @pytest.mark.parametrize("kind", ["items", "budget", "patches", "sequences", "windows", "frames"])
@@ -639,6 +641,7 @@ def test_the_stubbed_manager_packs_as_upstream_does() -> None:
 @pytest.mark.fuzz
 @examples(200)
 @example(sizes=[60, 60], budgets=[64, 400], most_items=3)
+@example(sizes=[64, 64], budgets=[128], most_items=3)
 @example(sizes=[60, 30, 30], budgets=[64, 100, 400], most_items=3)
 @example(sizes=[100, 10], budgets=[64, 100, 400], most_items=3)
 def test_the_packers_rule_of_upstream_is_upstreams(

@@ -47,9 +47,10 @@ class Bench:
     def replay_ms(self, captured: CapturedBudget) -> float | None:
         """One replay, its buffers filled by one still image; None without a clock."""
         grid = full_image(self.model.vit_declared, captured.capacity.budget)
-        metadata = self.model.vit_metadata_parts([grid], self.device)
-        captured.load({**metadata, PIXELS: [self._pixels(grid)]})
-        return self.backend.milliseconds(captured.graph.replay)
+        with torch.inference_mode():
+            metadata = self.model.vit_metadata_parts([grid], self.device)
+            captured.load({**metadata, PIXELS: [self._pixels(grid)]})
+            return self.backend.milliseconds(captured.graph.replay)
 
     def eager_ms(self, tokens: int) -> float | None:
         """One eager run of a still image, metadata included; None without a clock."""
@@ -59,7 +60,8 @@ class Bench:
         def run() -> None:
             self.model.vit_forward(pixels, self.model.vit_metadata([grid], self.device))
 
-        return self.backend.milliseconds(run)
+        with torch.inference_mode():
+            return self.backend.milliseconds(run)
 
     def _pixels(self, grid: Grid) -> torch.Tensor:
         """Random: arithmetic on zeros draws less power, and so runs faster."""

@@ -12,8 +12,8 @@ one eager step.
   dynamic programming over subsets finds the cheapest partition. Exact.
 * More items: the better of (a) the cheapest contiguous cuts of the items sorted by size, any number
   of the largest run eagerly, and (b) vLLM's own greedy packing. Then a few steps at a time are
-  packed anew by the exact method, in :data:`EXACT_ITEMS` blocks of items, which can only make the
-  plan cheaper. A heuristic, but **never dearer than eager**, which is one of (a), **and never
+  packed anew by the exact method, in :data:`BLOCKS` blocks of items, which can only make the plan
+  cheaper. A heuristic, but **never dearer than eager**, which is one of (a), **and never
   dearer than vLLM's packing over the same budgets where that respects all capacities**. Exact for
   up to :data:`LONGEST_RUN` equal items.
 
@@ -39,12 +39,16 @@ import numpy.typing as npt
 from vllm.vit_cudagraph.costs import NS_PER_MS, CostLines
 from vllm.vit_cudagraph.geometry import Capacity, Usage
 
-EXACT_ITEMS = 8
-"""Most items that are packed exactly: that takes 3^8 / 2 pairs of subsets."""
+EXACT_ITEMS = 10
+"""Most items that are packed exactly. That takes 3^10 / 2 pairs of subsets, and no longer than the
+heuristic takes for so many; with each item more it takes three times as long."""
 
 LONGEST_RUN = 64
 """Most items of a run that cuts consider, so that their time is linear in the number of items.
 Longer runs than that are vLLM's, if its packing is the better."""
+
+BLOCKS = 8
+"""Blocks of items that are packed anew together, by the exact method."""
 
 REPACKED_STEPS = 4
 """Replays that are packed anew together. Each, and the eager step, is at least one block."""
@@ -118,6 +122,7 @@ class Packer:
         self._by_kind = list(zip(*rooms, strict=True))
         self._price([capacity.budget for capacity in capacities])
         self._tabulate()
+        _pairs()  # 10 ms once in a process, which no batch should wait for
 
     def _price(self, budgets: list[int]) -> None:
         """For each level, the cheapest of the graphs from there up, the smaller of equals, and its
@@ -352,11 +357,11 @@ def _sum(rows: Sequence[Row]) -> Row:
 
 
 def _blocks(parts: list[list[int]]) -> list[list[int]]:
-    """At most :data:`EXACT_ITEMS` lists, each within one part: the last item of the part with most
+    """At most :data:`BLOCKS` lists, each within one part: the last item of the part with most
     is split off, until they are so many."""
     parts = [list(part) for part in parts]
     single: list[list[int]] = []
-    while len(parts) + len(single) < EXACT_ITEMS:
+    while len(parts) + len(single) < BLOCKS:
         longest = max(parts, key=len)
         if len(longest) == 1:
             break
