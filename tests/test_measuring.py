@@ -14,7 +14,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm.vit_cudagraph import manager as manager_module
 from vllm.vit_cudagraph.captured import CapturedBudget
+from vllm.vit_cudagraph.costs import CostLines
 from vllm.vit_cudagraph.geometry import ViTGeometry, offset_rows
 from vllm.vit_cudagraph.graphs.recorded import RecordedBackend
 from vllm.vit_cudagraph.ladder import token_ladder
@@ -179,7 +181,34 @@ def test_a_probe_without_memory_does_not_win(served: Any) -> None:
     with clock(10_000), mock.patch.object(EncoderGraphManager, "_capture", no_room):
         manager = new_manager(served)
     assert 150 / PROBES_APART / 1.12 <= max(manager.captured) <= 150
-    assert not manager.left_out
+    ((said, budgets),) = manager.left_out.items()
+    assert "CUDA out of memory" in said and min(budgets) > 150
+
+
+def test_a_tower_that_cannot_be_captured_says_so(served: Any, vllm_log: list[Any]) -> None:
+    """Not that eager is as fast; and the next round of capture tries again."""
+    broken = mock.patch.object(
+        EncoderGraphManager, "_capture", side_effect=RuntimeError("a host read")
+    )
+    with clock(10_000), broken:
+        manager = new_manager(served)
+    assert not manager.captured
+    (said,) = texts(vllm_log, "WARNING")
+    assert "[64] tokens are left out: RuntimeError: a host read" in said
+    with clock(250):
+        manager.capture(object())
+    assert manager.captured
+
+
+def test_under_tensor_parallel_weights_nothing_is_timed(served: Any) -> None:
+    """A replay within vLLM's ``graph_capture`` would read the peers' buffers before they are known;
+    and ranks must plan alike."""
+    several = mock.patch.object(manager_module, "get_tensor_model_parallel_world_size", lambda: 2)
+    with clock(100) as timed, several:
+        manager = new_manager(served)
+    assert not timed
+    assert list(manager.captured) == token_ladder(64, MOST_TOKENS)
+    assert manager.costs == CostLines.modelled(manager.captured)
 
 
 # -- one measurement -------------------------------------------------------------------------------

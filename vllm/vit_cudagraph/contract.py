@@ -63,9 +63,7 @@ SIGNATURES: dict[str, str] = {
     "vllm.utils.torch_utils:current_stream": "",
     "vllm.distributed:get_pp_group": "",
     "vllm.distributed:get_tensor_model_parallel_world_size": "",
-    "vllm.distributed:get_tp_group": "",
     "vllm.distributed.parallel_state:is_global_first_rank": "",
-    "vllm.distributed.parallel_state:GroupCoordinator.broadcast_object": "self obj src",
 }
 """Parameter names, in order, of each callable that is overridden or called."""
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from vllm.distributed import get_tensor_model_parallel_world_size, get_tp_group
+from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.distributed.parallel_state import is_global_first_rank
 from vllm.logger import init_logger
 from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
@@ -158,6 +158,7 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
             except Exception as error:
                 self._survive(error, f"capturing token budget {budget}")
                 self.left_out.setdefault(brief(error), []).append(budget)
+                self.backend.give_back()  # before the next one is tried
         self.captured = dict(sorted(self.captured.items()))
 
     def _capture(self, budget: int) -> CapturedBudget:
@@ -201,8 +202,9 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
             largest = self._largest_winner()
             winning = [b for b in self.token_budgets if b <= (largest or 0)]
             chosen = thinned(winning, self.backend.most_graphs)
-            self._remembered()["budgets"] = chosen
-            if not chosen:
+            if chosen or not self.left_out:
+                self._remembered()["budgets"] = chosen
+            if not chosen and not self.left_out:
                 logger.warning(
                     "Encoder CUDA graphs are off: eager is as fast at every size; give "
                     "encoder_cudagraph_token_budgets to capture graphs all the same"
@@ -213,10 +215,8 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
     def _largest_winner(self) -> int | None:
         """Measured where there is a clock; by the model of costs elsewhere, and under
         tensor-parallel weights, where ranks must choose the same."""
-        bench = self._bench()
-        alone = self.use_dp or get_tensor_model_parallel_world_size() == 1
         try:
-            if alone and bench.eager_ms(self.token_budgets[0]) is not None:
+            if self._may_time() and self._bench().eager_ms(self.token_budgets[0]) is not None:
                 return last_winner(self.token_budgets, self._wins)
         except Exception as error:
             self._survive(error, "timing the vision tower")
@@ -225,7 +225,7 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
 
     def _wins(self, budget: int) -> bool:
         """Capture one graph for a moment and time it against an eager run of as many tokens. What
-        cannot be captured, for lack of memory too, does not win."""
+        cannot be captured, for lack of memory too, does not win, and is reported as left out."""
         bench, pool = self._bench(), self.graph_pool
         try:
             self.graph_pool = self.backend.new_pool()
@@ -235,28 +235,28 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
             return replay <= (1 - AUTOMATIC_MARGIN) * eager
         except Exception as error:
             self._survive(error, f"timing token budget {budget}")
+            self.left_out.setdefault(brief(error), []).append(budget)
             return False
         finally:
             self.graph_pool, self._pixels, self._outputs = pool, None, None
             self.backend.give_back()
 
     def _known_costs(self) -> CostLines:
-        """Measured once a model for the graphs that were captured, the same on all ranks that must
-        plan alike; modelled where there is no clock."""
+        """Measured once a model for the graphs that were captured; modelled where nothing can be
+        timed."""
         known = self._remembered().get("costs")
         captured = list(self.captured)
         if known is not None and {budget for budget, _ in known.replay_ms}.issuperset(captured):
             return known
         costs = None
         try:
-            costs = measure(self._bench(), self.captured) if captured else None
+            if captured and self._may_time():
+                costs = measure(self._bench(), self.captured)
         except Exception as error:
             self._survive(error, "timing the graphs")
             logger.warning("Encoder CUDA graphs are not timed: %s", brief(error))
         self.backend.give_back()  # before the runner looks how much memory graphs take
         costs = costs or CostLines.modelled(captured)
-        if not self.use_dp and get_tensor_model_parallel_world_size() > 1:
-            costs = CostLines.from_dict(get_tp_group().broadcast_object(costs.as_dict(), src=0))
         self._remembered()["costs"] = costs
         return costs
 
@@ -264,6 +264,13 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
         """What was measured of this model under these settings, by whichever manager."""
         of_model: dict[Any, dict[str, Any]] = self.model.__dict__.setdefault("_vit_measured", {})
         return of_model.setdefault(self.settings, {})
+
+    def _may_time(self) -> bool:
+        """Not under tensor-parallel weights. Runners capture within vLLM's ``graph_capture``, and
+        custom all-reduce hands out the peers' addresses only when that ends: until then a replay
+        reads from nowhere, and an eager run does not communicate. Modelled costs are the same on
+        every rank."""
+        return self.use_dp or get_tensor_model_parallel_world_size() == 1
 
     def _bench(self) -> Bench:
         return Bench(self.model, self.backend, self.device, self.dtype)
