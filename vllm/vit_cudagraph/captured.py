@@ -66,7 +66,7 @@ class CapturedBudget:
             if name in self._longest:
                 _check_longest(name, value, self._longest[name])
                 continue
-            pieces = value if is_pieces(value) else (value,)
+            pieces = value if is_pieces(value) else (joined(value),)
             for piece in pieces:
                 _check_rows(name, piece, buffer)
             rows = sum(map(len, pieces))
@@ -111,12 +111,13 @@ class CapturedBudget:
         arena.send()
 
 
-def _check_rows(name: str, piece: torch.Tensor | np.ndarray, buffer: torch.Tensor) -> None:
-    dtype = piece.dtype if isinstance(piece, torch.Tensor) else _TORCH_OF[piece.dtype.name]
-    if dtype != buffer.dtype:
+def _check_rows(name: str, piece: torch.Tensor, buffer: torch.Tensor) -> None:
+    if piece.dtype != buffer.dtype:
         kind = "pixel" if name == PIXELS else name
-        raise NotCapturable(f"{kind} dtype differs from the buffer", f"{dtype}, not {buffer.dtype}")
-    if piece.ndim != buffer.ndim or tuple(piece.shape[1:]) != tuple(buffer.shape[1:]):
+        raise NotCapturable(
+            f"{kind} dtype differs from the buffer", f"{piece.dtype}, not {buffer.dtype}"
+        )
+    if piece.ndim != buffer.ndim or piece.shape[1:] != buffer.shape[1:]:
         raise NotCapturable(
             f"{name} rows differ in shape from the buffer's",
             f"{tuple(piece.shape[1:])}, not {tuple(buffer.shape[1:])}",
@@ -131,8 +132,3 @@ def _check_longest(name: str, value: Exact, baked: int) -> None:
         )
     if int(value) > baked:
         raise NotCapturable(f"{name} is above what the graph covers", f"{int(value)} > {baked}")
-
-
-_TORCH_OF = {
-    name: getattr(torch, name) for name in ("int8", "uint8", "int16", "int32", "int64")
-} | {name: getattr(torch, name) for name in ("float16", "float32", "float64", "bool")}
