@@ -475,3 +475,32 @@ def test_a_load_that_fails_leaves_its_rows_dirty() -> None:
     with pytest.raises(RuntimeError):
         shared.load([torch.ones(6, 4)], 16)
     assert shared.dirty == 6
+
+
+def test_a_budget_that_comes_twice_in_a_batch_has_another_staging_area() -> None:
+    """Its first copy may still wait behind work on the device when the second is written."""
+    arena = HostArena({"a": ((4,), torch.int32)}, torch.device("cpu"))
+    areas = []
+    for value in (1, 2, 3):
+        arena.wait()
+        areas.append(arena.staged["a"])
+        fill_host(arena.staged["a"], np.array([value], dtype=np.int32), "last")
+        arena.send()
+        assert arena.buffers["a"].tolist() == [value] * 4
+    assert areas[0] is areas[2] and not np.shares_memory(areas[0], areas[1])
+    assert areas[1].tolist() == [2] * 4  # the third has not touched it
+
+
+def test_position_buffers_of_one_arena_do_not_touch_and_are_aligned() -> None:
+    flat = FlatArena(
+        {name: ((rows, 3), torch.bfloat16) for name, rows in (("a", 7), ("b", 50), ("c", 1))},
+        torch.device("cpu"),
+    )
+    starts = [view.storage_offset() * 2 for view in flat.buffers.values()]
+    assert all(start % 256 == 0 for start in starts)
+    rows = {name: torch.full((5, 3), i + 1.0) for i, name in enumerate("abc")}
+    pieces = {name: [value.bfloat16()[: len(flat.buffers[name])]] for name, value in rows.items()}
+    flat.load(pieces)
+    for number, (name, view) in enumerate(flat.buffers.items(), start=1):
+        used = len(pieces[name][0])
+        assert (view[:used] == number).all() and not view[used:].any()

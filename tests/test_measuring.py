@@ -23,6 +23,8 @@ from vllm.vit_cudagraph.ladder import token_ladder
 from vllm.vit_cudagraph.manager import EncoderGraphManager
 from vllm.vit_cudagraph.measuring import (
     AUTOMATIC_MARGIN,
+    BEYOND_ITEM,
+    EAGER_DISCOUNT,
     PROBES_APART,
     Bench,
     eager_sizes,
@@ -65,7 +67,7 @@ def clock(crossover: int) -> Iterator[list[tuple[str, int]]]:
         timed.append(("replay", captured.capacity.budget))
         return 1.0 * captured.capacity.budget
 
-    def eager_ms(bench: Bench, tokens: int) -> float:
+    def eager_ms(bench: Bench, tokens: int, item: int | None = None) -> float:
         timed.append(("eager", tokens))
         return max(crossover, 0.9 * tokens)
 
@@ -91,7 +93,9 @@ def test_the_ladder_is_captured_up_to_the_crossover(served: Any, crossover: int)
     assert winning[-1] / PROBES_APART <= max(manager.captured) <= winning[-1]
     assert len(probed) <= 4 and all(budget <= 2.3 * crossover for budget in probed)
     assert manager.path_token_budgets == {"default": list(manager.captured)}
-    assert manager.costs.measured(64) == 64 and manager.costs.eager(64) == crossover
+    assert manager.costs.measured(64) == 64 and manager.costs.eager(64) == pytest.approx(
+        (1 - EAGER_DISCOUNT) * crossover
+    )
 
 
 def test_nothing_wins(served: Any, vllm_log: list[Any]) -> None:
@@ -232,9 +236,33 @@ def test_what_is_timed_is_what_is_served(served: Any) -> None:
     assert graph.buffers["pixel_values"].float().std() > 0.5
     assert int(graph.buffers["cu_seqlens"][1]) == 1024  # one image fills it
     assert [budget for budget, _ in manager.costs.replay_ms] == [64, 256]
-    assert [tokens for tokens, _ in manager.costs.eager_ms] == [64, 128, 256]
+    assert [tokens for tokens, _ in manager.costs.eager_ms] == [64, 128, 256, 512]
     kwargs = managers.batch(served[1], [[1, 8, 8]])
     managers.assert_same(managers.run(manager, kwargs), managers.eager(served[1], kwargs))
+
+
+def test_eager_beyond_the_graphs_is_timed_on_many_small_images_and_counts_for_less() -> None:
+    """One large image costs more attention than most batches of as many tokens; and a plan with
+    replays must be worth more than clocks are off by."""
+    config = models.make_config(FAMILY, max_model_len=4096)
+    model = models.build_model(config)
+    runs: list[list[int]] = []
+
+    def milliseconds(backend: RecordedBackend, run: Any) -> float:
+        with mock.patch.object(model, "vit_forward") as forward:
+            run()
+        if forward.called:
+            offsets = forward.call_args.args[1]["cu_seqlens"]
+            runs.append([int(n) // 4 for n in offsets.diff()])
+        return 10.0
+
+    with mock.patch.object(RecordedBackend, "milliseconds", milliseconds):
+        manager = new_manager((config, model), budgets=[300])
+    near, *beyond = runs[-3:]
+    assert len(near) == 1 and [sum(run) > 500 for run in beyond] == [True, True]
+    assert all(max(run) <= BEYOND_ITEM and len(run) > 1 for run in beyond)
+    assert {ms for _, ms in manager.costs.eager_ms} == {10.0 * (1 - EAGER_DISCOUNT)}
+    assert {ms for _, ms in manager.costs.replay_ms} == {10.0}
 
 
 GEOMETRY = ViTGeometry(14, 2, offset_rows("sequences", "cu_seqlens", "max_seqlen"))
@@ -251,12 +279,16 @@ def test_a_full_image_nearly_fills_its_budget(tokens: int) -> None:
 
 
 @pytest.mark.fuzz
-@given(st.integers(1, 300), st.integers(0, 30_000))
+@given(st.integers(1, 300), st.integers(0, 30_000), st.integers(0, 200_000))
 @examples(100)
-def test_sizes_of_eager_runs_reach_from_end_to_end(smallest: int, more: int) -> None:
-    sizes = eager_sizes(smallest, smallest + more)
-    assert (sizes[0], sizes[-1]) == (smallest, smallest + more)
-    assert sorted(set(sizes)) == sizes and len(sizes) <= 18
+def test_sizes_of_eager_runs_reach_beyond_the_largest_graph(
+    smallest: int, more: int, most: int
+) -> None:
+    largest = smallest + more
+    sizes = eager_sizes(smallest, largest, most)
+    assert sizes[0] == smallest and largest in sizes
+    assert sizes[-1] == max(largest, min(4 * largest, most))
+    assert sorted(set(sizes)) == sizes and len(sizes) <= 20
 
 
 @pytest.mark.fuzz

@@ -12,7 +12,7 @@ microseconds of the host's time, so buffers that are refreshed alike lie side by
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 
 import numpy as np
@@ -25,6 +25,10 @@ HostRows = npt.NDArray[np.signedinteger]
 _ALIGNMENT = 256
 """Bytes; what CUDA's allocator gives, so that kernels find a view as well aligned as a tensor."""
 
+_AREAS = 2
+"""Staging areas of an arena, used in turn, so that a budget that comes twice in a batch is filled
+while its first replay still waits."""
+
 
 class HostArena:
     """Integer buffers on a device, and a staging area on the host with the same layout.
@@ -35,7 +39,6 @@ class HostArena:
 
     Attributes:
         buffers: Views on the device, by name. They are 0 at first.
-        staged: The same on the host; :meth:`send` copies them all.
     """
 
     def __init__(self, shapes: Shapes, device: torch.device) -> None:
@@ -45,25 +48,49 @@ class HostArena:
             size += -(-prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         on_gpu = device.type == "cuda"
         self._device = torch.zeros(size, dtype=torch.uint8, device=device)
-        self._staging = torch.zeros(size, dtype=torch.uint8, pin_memory=on_gpu)
-        self._sent = torch.cuda.Event() if on_gpu else None
-        self.buffers: dict[str, torch.Tensor] = {}
-        self.staged: dict[str, HostRows] = {}
-        for name, (shape, dtype) in shapes.items():
-            piece = slice(places[name], places[name] + prod(shape) * dtype.itemsize)
-            self.buffers[name] = self._device[piece].view(dtype).view(shape)
-            self.staged[name] = self._staging[piece].view(dtype).view(shape).numpy()
+
+        def views(area: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {
+                name: area[places[name] : places[name] + prod(shape) * dtype.itemsize]
+                .view(dtype)
+                .view(shape)
+                for name, (shape, dtype) in shapes.items()
+            }
+
+        self.buffers = views(self._device)
+        self._areas = [_Staging(size, on_gpu, views) for _ in range(_AREAS)]
+        self._turn = 0
+
+    @property
+    def staged(self) -> dict[str, HostRows]:
+        """Rows that the next :meth:`send` copies; writable once :meth:`wait` has returned."""
+        return self._areas[self._turn].rows
 
     def wait(self) -> None:
-        """Until the last copy has read the staging area, which may then be written again."""
-        if self._sent is not None:
-            self._sent.synchronize()  # no cover: needs a GPU
+        """Until the copy before last has read its staging area, which is then written again."""
+        if (sent := self._areas[self._turn].sent) is not None:
+            sent.synchronize()  # no cover: needs a GPU
 
     def send(self) -> None:
         """Copy the staging area to the device, behind all work that is queued there."""
-        self._device.copy_(self._staging, non_blocking=True)
-        if self._sent is not None:
-            self._sent.record()  # no cover: needs a GPU
+        area = self._areas[self._turn]
+        self._device.copy_(area.memory, non_blocking=True)
+        if area.sent is not None:
+            area.sent.record()  # no cover: needs a GPU
+        self._turn = (self._turn + 1) % _AREAS
+
+
+class _Staging:
+    """One staging area, and the event behind its last copy."""
+
+    def __init__(
+        self, size: int, pinned: bool, views: Callable[[torch.Tensor], dict[str, torch.Tensor]]
+    ) -> None:
+        self.memory = torch.zeros(size, dtype=torch.uint8, pin_memory=pinned)
+        self.rows: dict[str, HostRows] = {
+            name: view.numpy() for name, view in views(self.memory).items()
+        }
+        self.sent = torch.cuda.Event() if pinned else None
 
 
 class FlatArena:
@@ -79,12 +106,13 @@ class FlatArena:
 
     def __init__(self, shapes: Shapes, device: torch.device) -> None:
         (dtype,) = {dtype for _, dtype in shapes.values()}
-        self._sizes = {name: prod(shape) for name, (shape, _) in shapes.items()}
+        step = max(1, _ALIGNMENT // dtype.itemsize)
+        self._sizes = {name: -(-prod(shape) // step) * step for name, (shape, _) in shapes.items()}
         self._flat = torch.zeros(sum(self._sizes.values()), dtype=dtype, device=device)
         self._zeros = torch.zeros(max(self._sizes.values()), dtype=dtype, device=device)
         pieces = self._flat.split(list(self._sizes.values()))
         self.buffers = {
-            name: piece.view(shape)
+            name: piece[: prod(shape)].view(shape)
             for piece, (name, (shape, _)) in zip(pieces, shapes.items(), strict=True)
         }
 

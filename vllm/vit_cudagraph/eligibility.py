@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.config import CUDAGraphMode
 from vllm.distributed import get_pp_group
 from vllm.model_executor.models.utils import StageMissingLayer
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -97,3 +98,17 @@ def config_refusal(vllm_config: Any) -> str | None:
             "set enable_tower_connector_lora=false for graphs"
         )
     return None
+
+
+def runner_refusal(vllm_config: Any) -> str | None:
+    """Why the model runner will not make a manager at all, or None: nobody else would say so."""
+    settings = vllm_config.compilation_config
+    asked = settings.cudagraph_mm_encoder and vllm_config.device_config.device_type == "cuda"
+    if not asked or settings.cudagraph_mode != CUDAGraphMode.NONE:
+        return None
+    if vllm_config.use_v2_model_runner:
+        return None
+    return (
+        "the V1 model runner captures nothing with cudagraph_mode=NONE, which enforce_eager sets; "
+        "set cudagraph_mode=FULL_DECODE_ONLY, or VLLM_USE_V2_MODEL_RUNNER=1"
+    )

@@ -159,6 +159,9 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
                 self._survive(error, f"capturing token budget {budget}")
                 self.left_out.setdefault(brief(error), []).append(budget)
                 self.backend.give_back()  # before the next one is tried
+                self.graph_pool = (
+                    self.backend.new_pool()
+                )  # torch may refuse the old one from now on
         self.captured = dict(sorted(self.captured.items()))
 
     def _capture(self, budget: int) -> CapturedBudget:
@@ -251,7 +254,8 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
         costs = None
         try:
             if captured and self._may_time():
-                costs = measure(self._bench(), self.captured)
+                _, most = self.model.get_encoder_cudagraph_budget_range(self.vllm_config)
+                costs = measure(self._bench(), self.captured, most)
         except Exception as error:
             self._survive(error, "timing the graphs")
             logger.warning("Encoder CUDA graphs are not timed: %s", brief(error))
@@ -319,12 +323,15 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
     ) -> list[torch.Tensor] | None:
         if not inputs.grids:
             return []
+        before = self.statistics.counted
         try:
             outputs = self._execute_ranks(mm_kwargs, inputs)
             return _checked(self.model.vit_finish(outputs, mm_kwargs), len(inputs.grids))
         except Exception as error:
             self._survive(error, "running the vision tower", alone=False)
-            self._count_eager("an error outside the graphs", len(inputs.grids), brief(error))
+            # Steps that came to an end before it have counted their items.
+            left = len(inputs.grids) - (self.statistics.counted - before)
+            self._count_eager("an error outside the graphs", max(left, 0), brief(error))
             return None
 
     def _execute_ranks(self, mm_kwargs: dict[str, Any], inputs: ViTInputs) -> list[torch.Tensor]:

@@ -25,6 +25,14 @@ AUTOMATIC_MARGIN = 0.05
 """By how much a full replay must beat eager for its budget to be captured unasked: batches fill a
 step of the ladder (5 %) half on average, and timing is good to about 2 %."""
 
+EAGER_DISCOUNT = 0.03
+"""By how much eager runs are taken for cheaper than they were timed: a plan with replays must be
+worth more than the timing is off by, or batches run slower than they would have eagerly."""
+
+BEYOND_ITEM = 512
+"""Tokens of each image of the eager runs that are timed beyond the largest graph. Attention costs a
+token less where images are small, so no batch of that many tokens is much cheaper."""
+
 PROBES_APART = 1.1
 """Ratio of two budgets between which the crossover is not looked for any closer."""
 
@@ -52,13 +60,20 @@ class Bench:
             captured.load({**metadata, PIXELS: [self._pixels(grid)]})
             return self.backend.milliseconds(captured.graph.replay)
 
-    def eager_ms(self, tokens: int) -> float | None:
-        """One eager run of a still image, metadata included; None without a clock."""
-        grid = full_image(self.model.vit_declared, tokens)
-        pixels = self._pixels(grid)
+    def eager_ms(self, tokens: int, item: int | None = None) -> float | None:
+        """One eager run, metadata included; None without a clock.
+
+        Args:
+            tokens: Of the run.
+            item: Tokens of each still image of it but the last; by default it is one image.
+        """
+        whole, rest = divmod(tokens, item or tokens)
+        sizes = [item or tokens] * whole + [rest] * (rest > 0)
+        grids = [full_image(self.model.vit_declared, size) for size in sizes]
+        pixels = torch.cat([self._pixels(grid) for grid in grids])
 
         def run() -> None:
-            self.model.vit_forward(pixels, self.model.vit_metadata([grid], self.device))
+            self.model.vit_forward(pixels, self.model.vit_metadata(grids, self.device))
 
         with torch.inference_mode():
             return self.backend.milliseconds(run)
@@ -76,22 +91,35 @@ def full_image(geometry: ViTGeometry, tokens: int) -> Grid:
     return 1, rows * geometry.merge_size, tokens // rows * geometry.merge_size
 
 
-def eager_sizes(smallest: int, largest: int) -> list[int]:
-    """Token counts whose eager runs are timed: doubling, and the largest."""
+def eager_sizes(smallest: int, largest: int, most: int) -> list[int]:
+    """Token counts whose eager runs are timed.
+
+    Doubling from the smallest budget up to the largest one, and twice beyond it: around the largest
+    budget an eager run may still wait for launches, and what a token costs where it does not is
+    seen further on.
+
+    Args:
+        smallest, largest: Token budgets.
+        most: Tokens above which no batch of the engine goes.
+    """
     sizes = [smallest]
     while sizes[-1] * 2 < largest:
         sizes.append(sizes[-1] * 2)
-    return sizes if sizes[-1] == largest else [*sizes, largest]
+    beyond = (min(largest * factor, most) for factor in (2, 4))
+    return sorted({*sizes, largest, *(size for size in beyond if size > largest)})
 
 
-def measure(bench: Bench, captured: Mapping[int, CapturedBudget]) -> CostLines | None:
-    """Time each graph once, and eager runs up to the largest budget; None without a clock."""
+def measure(
+    bench: Bench, captured: Mapping[int, CapturedBudget], most: int = 0
+) -> CostLines | None:
+    """Time each graph once, and some eager runs (:func:`eager_sizes`); None without a clock."""
     eager: dict[int, float] = {}
-    for tokens in eager_sizes(min(captured), max(captured)):
-        ms = bench.eager_ms(tokens)
+    for tokens in eager_sizes(min(captured), max(captured), most):
+        beyond = tokens > max(max(captured), BEYOND_ITEM)
+        ms = bench.eager_ms(tokens, BEYOND_ITEM if beyond else None)
         if ms is None:
             return None
-        eager[tokens] = ms
+        eager[tokens] = (1 - EAGER_DISCOUNT) * ms
     replay = {budget: bench.replay_ms(graph) for budget, graph in captured.items()}
     return CostLines.of({b: ms for b, ms in replay.items() if ms is not None}, eager)
 

@@ -210,8 +210,12 @@ class MetadataBuilder:
 
     def _make_positions(self, grid: Grid) -> dict[str, torch.Tensor]:
         made = self.position_rows(grid)
+        weight = next(iter(self.tower.parameters()), None)  # a hook may make rows on the host
+        device = _HOST if weight is None else weight.device
         return {
-            name: made[name] for name, row in self.geometry.rows.items() if row.value == "position"
+            name: made[name].to(device)
+            for name, row in self.geometry.rows.items()
+            if row.value == "position"
         }
 
     def _learned(self, grids: Sequence[Grid]) -> Mapping[str, Any]:

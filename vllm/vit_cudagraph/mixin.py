@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from vllm.distributed.parallel_state import is_global_first_rank
+from vllm.logger import init_logger
 from vllm.model_executor.models.interfaces import SupportsEncoderCudaGraph
 from vllm.v1.worker.encoder_cudagraph_defs import (
     EncoderCudaGraphCaptureInputs,
@@ -29,7 +31,7 @@ from vllm.v1.worker.encoder_cudagraph_defs import (
     EncoderItemSpec,
 )
 from vllm.vit_cudagraph.buffers import Buffers, SharedRows, allocate
-from vllm.vit_cudagraph.eligibility import model_refusal
+from vllm.vit_cudagraph.eligibility import model_refusal, runner_refusal
 from vllm.vit_cudagraph.geometry import (
     MALFORMED,
     PIXELS,
@@ -41,6 +43,8 @@ from vllm.vit_cudagraph.geometry import (
 )
 from vllm.vit_cudagraph.metadata import Exact, MetadataBuilder, fill, pad_of
 from vllm.vit_cudagraph.planning import MIN_TOKEN_BUDGET
+
+logger = init_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,14 @@ class WindowedViTCudaGraphMixin(SupportsEncoderCudaGraph):
     Put it in front of the model's bases. The model holds its tower as ``self.visual`` (or overrides
     :meth:`vit_tower`) and its ``model_config``, as vLLM's models do.
     """
+
+    def __init__(self, *, vllm_config: Any = None, prefix: str | None = None) -> None:
+        # A model's own default for the prefix is left to it.
+        given = {"vllm_config": vllm_config, "prefix": prefix}
+        super().__init__(**{name: value for name, value in given.items() if value is not None})
+        never = vllm_config and is_global_first_rank() and runner_refusal(vllm_config)
+        if never:
+            logger.warning("Encoder CUDA graphs are off: %s", never)
 
     # -- hooks ---------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ MIN_TOKEN_BUDGET = 64
 """Output tokens of a 224 x 224 image under patch 14 and merge 2: the smallest usual image."""
 
 CHEAPER_EAGERLY = "cheaper eagerly"
+ABOVE_ALL = "larger than every token budget"
 NOT_CAPTURED = "no graph is captured"
 NOT_CAPTURABLE = "the model captures no such item"
 
@@ -58,7 +59,7 @@ class Plan:
 def why_eager(use: Usage, largest: Capacity) -> str | None:
     """Name the first capacity of the largest graph that one item exceeds; None if it fits."""
     if use.tokens > largest.budget or use.patches > largest.patches:
-        return "larger than every token budget"
+        return ABOVE_ALL
     if largest.frames is not None and use.frames > largest.frames:
         return "more video frames than encoder_cudagraph_max_frames_per_batch"
     if use.sequences > largest.sequences:

@@ -15,6 +15,7 @@ from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.logger import init_logger
 from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
 from vllm.vit_cudagraph.failures import poisons_the_process, text_of
+from vllm.vit_cudagraph.graphs.cuda import close_failed_capture
 
 logger = init_logger(__name__)
 
@@ -22,6 +23,7 @@ logger = init_logger(__name__)
 class StockSafety(EncoderCudaGraphManager):
     """Adds to upstream's manager that an error is survived where that is possible."""
 
+    graph_pool: Any
     _warned: frozenset[str] = frozenset()
 
     def capture_stock(self, graph_pool: Any) -> None:
@@ -38,6 +40,9 @@ class StockSafety(EncoderCudaGraphManager):
             super()._capture_budget_graph(token_budget, path, axis_keys)
         except Exception as error:
             self._pass_on_if_fatal(error)
+            close_failed_capture(self.graph_pool)
+            if torch.cuda.is_available():
+                self.graph_pool = torch.cuda.graph_pool_handle()  # no cover: needs a GPU
             self._warn_once(f"the graph of {token_budget} tokens is left out ({text_of(error)})")
 
     def execute_stock(self, mm_kwargs: dict[str, Any]) -> list[torch.Tensor] | None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm.utils.torch_utils import current_stream
+from vllm.vit_cudagraph.failures import poisons_the_process
 from vllm.vit_cudagraph.graphs import no_collection
 
 if TYPE_CHECKING:
@@ -104,6 +105,8 @@ def _capture_into(
                 cause = exc
                 raise
     except Exception as exc:
+        if not poisons_the_process(exc):
+            close_failed_capture(pool, graph)
         # Ending an invalidated capture raises too, and would hide what went wrong inside it.
         if cause is None or cause is exc:
             raise
@@ -111,3 +114,42 @@ def _capture_into(
     finally:
         # Its traceback holds this frame, and so the graph, its pool and its buffers.
         cause = None
+
+
+_NEVER_ENDED: list[torch.cuda.CUDAGraph] = []
+"""The allocators still ask these which stream they were capturing."""
+
+
+def close_failed_capture(pool: Any, graph: torch.cuda.CUDAGraph | None = None) -> None:
+    """Finish what torch leaves open where it could not end a capture.
+
+    An operation that CUDA forbids in a capture invalidates it. ``CUDAGraph.capture_end`` then
+    raises before it has told anybody that the capture is over (seen with torch 2.11): no cached
+    memory is given back any more, the next random number is an error ("Offset increment outside
+    graph capture"), and the pool counts as being recorded into. torch has no public function for
+    this; those called here are the ones behind ``torch.cuda.use_mem_pool``.
+
+    The allocator of pinned host memory has none at all: it refuses ``pool`` for ever ("already
+    recording"), so what is captured next needs another one.
+
+    Does nothing after a capture that was ended, by an error inside it too, and without a GPU.
+
+    Args:
+        pool: The handle that was captured into.
+        graph: The graph, if it is at hand.
+    """
+    if not torch.cuda.is_available():  # tests of stock graphs have none
+        return
+    device = torch.cuda.current_device()  # no cover: needs a GPU
+    try:  # no cover: needs a GPU
+        torch._C._cuda_endAllocateToPool(device, pool)  # no cover: needs a GPU
+    except (RuntimeError, AttributeError):  # no cover: needs a GPU
+        return  # no cover: needs a GPU
+    torch._C._cuda_releasePool(device, pool)  # no cover: needs a GPU
+    if graph is not None:  # no cover: needs a GPU
+        _NEVER_ENDED.append(graph)  # no cover: needs a GPU
+    # A capture that ends well also ends what generators were told.
+    flag = torch.zeros(1, device="cuda")  # no cover: needs a GPU
+    torch.cuda.synchronize()  # no cover: needs a GPU
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):  # no cover: needs a GPU
+        flag.zero_()  # no cover: needs a GPU

@@ -95,7 +95,7 @@ def capture_faults(
     used = model.vit_declared.tower_rows(grids)
     if not bool(torch.isfinite(rows[:used]).all()):
         return ["the graph gave numbers that are not finite"]
-    with torch.inference_mode(), _as_while_capturing(rows.device):
+    with torch.inference_mode(), as_while_capturing(rows.device):
         again = model.encoder_cudagraph_forward(dict(captured.buffers))
     if torch.equal(rows[:used], again[:used]):
         return []
@@ -104,7 +104,7 @@ def capture_faults(
 
 
 @contextmanager
-def _as_while_capturing(device: torch.device) -> Iterator[None]:
+def as_while_capturing(device: torch.device) -> Iterator[None]:
     """On a GPU vLLM hands FlashAttention an output of zeros while a stream is capturing, because
     the kernel writes no rows past the last offset and its next layer would multiply them by 0, NaN
     included. An eager run over padded buffers needs the same."""
