@@ -316,6 +316,21 @@ def test_no_plan_needs_a_graph_that_cannot_win(
 @given(problem=problems(few | exact | many), seed=st.integers(0, 99))
 @pytest.mark.fuzz
 @examples(150)
+@example(  # a nightly run found it: equal tokens and sequences, but other windows
+    problem=(
+        [Usage(4, 1, 1, 0)] * 5
+        + [Usage(16, 4, 1, 0), Usage(16, 4, 1, 4)]
+        + [Usage(4, 1, 1, 0)] * 2,
+        [
+            Capacity(1, 1, 1, 1, 1),
+            Capacity(2, 1, 1, 1, 1),
+            Capacity(4, 1, 16, 1, 1),
+            Capacity(5, 2, 20, 2, 4),
+        ],
+        CostLines.of({1: 97, 2: 98, 4: 100, 5: 101}, {1: 10_000}),
+    ),
+    seed=0,
+)
 def test_the_order_of_a_batch_does_not_change_the_cost(
     problem: tuple[list[Usage], list[Capacity], CostLines], seed: int
 ) -> None:
