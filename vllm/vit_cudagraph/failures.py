@@ -32,6 +32,10 @@ class RankFailure(RuntimeError):
     """One rank failed where the others may wait for it: only the end of the engine is safe."""
 
 
+class AgreedFailure(RuntimeError):
+    """A failure that all ranks know of before anything collective has begun: they go on alike."""
+
+
 def text_of(error: BaseException) -> str:
     """The error's text; its class alone where even that cannot be had."""
     try:

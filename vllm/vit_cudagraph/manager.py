@@ -27,13 +27,13 @@ from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.distributed.parallel_state import is_global_first_rank
 from vllm.logger import init_logger
 from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
-from vllm.vit_cudagraph import budgets, metrics
-from vllm.vit_cudagraph.buffers import SharedRows
+from vllm.vit_cudagraph import budgets, metrics, ranks
+from vllm.vit_cudagraph.buffers import Buffers, SharedRows
 from vllm.vit_cudagraph.captured import BufferMoved, CapturedBudget
 from vllm.vit_cudagraph.costs import CostLines
 from vllm.vit_cudagraph.eligibility import config_refusal, model_refusal
-from vllm.vit_cudagraph.failures import RankFailure, brief, poisons_the_process
-from vllm.vit_cudagraph.geometry import PIXELS, NotCapturable
+from vllm.vit_cudagraph.failures import AgreedFailure, RankFailure, brief, poisons_the_process
+from vllm.vit_cudagraph.geometry import PIXELS, Capacity, NotCapturable
 from vllm.vit_cudagraph.graphs import backend_for
 from vllm.vit_cudagraph.ladder import thinned
 from vllm.vit_cudagraph.measuring import AUTOMATIC_MARGIN, Bench, last_winner, measure
@@ -168,11 +168,7 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
         capacity = self.model.vit_declared.capacity(budget, self.settings.limits)
         # Buffers are written outside inference mode too, so they must not be inference tensors.
         with torch.inference_mode(False), torch.no_grad():
-            if not self.captured:
-                # The largest graph that can be captured has room for all others.
-                rows = self.model.vit_pixel_buffer(capacity.patches, self.device, self.dtype)
-                self._pixels, self._outputs = SharedRows(rows), None
-            memory = self.model.vit_buffers(capacity, self._pixels)
+            memory = self._allocate_on_all_ranks(capacity)
         graph, output = self.backend.capture(lambda: self._forward(memory.named), self.graph_pool)
         expected = self.model.vit_declared.tower_rows_capacity(capacity)
         if expected not in (None, len(output)):
@@ -180,6 +176,37 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
                 f"the tower gave {len(output)} rows where vit_geometry() asks for {expected}"
             )
         return CapturedBudget(capacity, graph, memory, output)
+
+    def _allocate(self, capacity: Capacity) -> Buffers:
+        if not self.captured:
+            # The largest graph that can be captured has room for all others.
+            rows = self.model.vit_pixel_buffer(capacity.patches, self.device, self.dtype)
+            self._pixels, self._outputs = SharedRows(rows), None
+        return self.model.vit_buffers(capacity, self._pixels)
+
+    def _allocate_on_all_ranks(self, capacity: Capacity) -> Buffers:
+        """Buffers, if every rank that shares the tower's weights could allocate its own.
+
+        Raises:
+            AgreedFailure: One of them could not; all of them leave this graph out.
+        """
+        if not self._shares_weights():
+            return self._allocate(capacity)
+        memory, cause = None, None
+        try:
+            memory = self._allocate(capacity)
+        except Exception as error:
+            if poisons_the_process(error):
+                raise
+            cause = error
+        if not ranks.agreed(cause is None) or memory is None:
+            reason = "another rank could not allocate it" if cause is None else brief(cause)
+            raise AgreedFailure(reason) from cause
+        return memory
+
+    def _shares_weights(self) -> bool:
+        """Whether the tower is split over ranks, with collectives inside its forward."""
+        return not self.use_dp and get_tensor_model_parallel_world_size() > 1
 
     def _forward(self, buffers: dict[str, torch.Tensor]) -> torch.Tensor:
         """What is captured: the tower, and its rows into the output that all graphs share."""
@@ -212,6 +239,8 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
                     "Encoder CUDA graphs are off: eager is as fast at every size; give "
                     "encoder_cudagraph_token_budgets to capture graphs all the same"
                 )
+        if self._shares_weights():
+            chosen = ranks.of_first_rank(chosen)
         self.path_token_budgets = {"default": chosen}
         return chosen
 
@@ -261,6 +290,8 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
             logger.warning("Encoder CUDA graphs are not timed: %s", brief(error))
         self.backend.give_back()  # before the runner looks how much memory graphs take
         costs = costs or CostLines.modelled(captured)
+        if self._shares_weights():
+            costs = CostLines.from_dict(ranks.of_first_rank(costs.as_dict()))
         self._remembered()["costs"] = costs
         return costs
 
@@ -274,7 +305,7 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
         custom all-reduce hands out the peers' addresses only when that ends: until then a replay
         reads from nowhere, and an eager run does not communicate. Modelled costs are the same on
         every rank."""
-        return self.use_dp or get_tensor_model_parallel_world_size() == 1
+        return not self._shares_weights()
 
     def _bench(self) -> Bench:
         return Bench(self.model, self.backend, self.device, self.dtype)
@@ -434,6 +465,8 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
         """
         if poisons_the_process(error) or isinstance(error, RankFailure):
             raise error
+        if isinstance(error, AgreedFailure):
+            return
         if get_tensor_model_parallel_world_size() > 1 and not (self.use_dp and alone):
             raise RankFailure(
                 f"{doing} failed on one rank while the others may wait for it in a collective; "

@@ -32,6 +32,8 @@ ALLOWED_CUSTOM_OPERATORS = frozenset(
         # vLLM's norms (Qwen2.5-VL), which pick a kernel by shapes and types alone.
         "vllm_ir::rms_norm",
         "vllm_ir::fused_add_rms_norm",
+        # Tensor-parallel weights: all ranks replay, so each replay communicates anew.
+        "vllm::all_reduce",
     }
 )
 
