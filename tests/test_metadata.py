@@ -14,7 +14,8 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from vllm.model_executor.models.qwen3_vl import pos_embed_interpolate_native
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.vit_cudagraph.metadata import RowCache
+from vllm.vit_cudagraph.geometry import ViTGeometry, position_rows
+from vllm.vit_cudagraph.metadata import MetadataBuilder, RowCache
 from vllm.vit_cudagraph.positions import (
     TABLE_ROWS,
     TABLE_WEIGHTS,
@@ -155,3 +156,14 @@ def test_cache_is_bounded_and_drops_the_least_recently_used() -> None:
     assert made[-1] == second
     huge = cache.get((1, 2, 200), lambda grid: {"rows": torch.zeros(1000)})
     assert len(huge["rows"]) == 1000 and cache.bytes <= 120
+
+
+def test_position_rows_that_a_hook_made_on_the_host_go_to_the_tower() -> None:
+    builder = MetadataBuilder(
+        ViTGeometry(14, 2, position_rows("positions")),
+        torch.nn.Linear(1, 1, device="meta"),
+        position_rows=lambda grid: {"positions": torch.zeros(4, 3)},
+        learned_rows=lambda grids: {},
+    )
+    (rows,) = builder.parts([(1, 2, 2)])["positions"]
+    assert rows.device.type == "meta"
