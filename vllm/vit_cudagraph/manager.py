@@ -16,8 +16,9 @@ to ``clear``, in the pool handed in each time.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from vllm.vit_cudagraph.captured import BufferMoved, CapturedBudget
 from vllm.vit_cudagraph.costs import CostLines
 from vllm.vit_cudagraph.eligibility import config_refusal, model_refusal
 from vllm.vit_cudagraph.failures import AgreedFailure, RankFailure, brief, poisons_the_process
-from vllm.vit_cudagraph.geometry import PIXELS, Capacity, NotCapturable
+from vllm.vit_cudagraph.geometry import PIXELS, Capacity, Grid, NotCapturable, Usage
 from vllm.vit_cudagraph.graphs import backend_for
 from vllm.vit_cudagraph.ladder import thinned
 from vllm.vit_cudagraph.measuring import AUTOMATIC_MARGIN, Bench, last_winner, measure
@@ -69,7 +70,7 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
         self.left_out: dict[str, list[int]] = {}
         self._pixels: SharedRows | None = None
         self._outputs: torch.Tensor | None = None
-        self._planners: dict[bool, Planner] = {}
+        self._planners: dict[str, Planner] = {}
         self.costs = CostLines.modelled(self.token_budgets)
         self.statistics = Statistics()
         self._log_interval = log_interval()
@@ -391,15 +392,17 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
         return [outputs[i] for i in range(len(inputs.grids))]
 
     def _plan(self, inputs: ViTInputs) -> Plan:
-        # A limit on frames given by the user holds for videos.
-        limited = inputs.modality != "image" and self.settings.limits.frames is not None
-        if limited not in self._planners:
-            frames = self.settings.limits.frames if limited else None
+        # A limit on frames given by the user holds for videos; a modality that has both kinds of
+        # items (vision_chunk) tells its images by their one frame.
+        frames = None if inputs.modality == "image" else self.settings.limits.frames
+        usage = self.model.vit_declared.usage
+        if frames is not None and inputs.modality != "video":
+            usage = partial(_images_without_frames, usage)
+        kind = inputs.modality if frames is not None else "image"
+        if kind not in self._planners:
             capacities = [replace(c.capacity, frames=frames) for c in self.captured.values()]
-            self._planners[limited] = Planner(
-                capacities, self.costs, self.model.vit_declared.usage, self.model.vit_capturable
-            )
-        return self._planners[limited].plan(inputs.grids)
+            self._planners[kind] = Planner(capacities, self.costs, usage, self.model.vit_capturable)
+        return self._planners[kind].plan(inputs.grids)
 
     def _replay(self, step: Step, inputs: ViTInputs, ends: Sequence[int]) -> torch.Tensor | None:
         """A copy of the graph's output rows, or None for an eager run.
@@ -547,6 +550,11 @@ def _checked(outputs: Any, items: int) -> list[torch.Tensor]:
     if len(outputs) != items or not all(isinstance(out, torch.Tensor) for out in outputs):
         raise TypeError(f"vit_finish() must give one tensor for each of {items} items")
     return outputs
+
+
+def _images_without_frames(usage: Callable[[Grid], Usage], grid: Grid) -> Usage:
+    use = usage(grid)
+    return use if grid[0] > 1 else replace(use, frames=0)
 
 
 def _item_count(mm_kwargs: dict[str, Any]) -> int:
