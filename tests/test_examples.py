@@ -112,6 +112,8 @@ def test_interrupted_demo_leaves_nothing_running(name: str) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        # Whoever started the tests in the background (nohup) may have had SIGINT ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     children: list[psutil.Process] = []
     try:
