@@ -210,7 +210,8 @@ class MetadataBuilder:
 
     def _make_positions(self, grid: Grid) -> dict[str, torch.Tensor]:
         made = self.position_rows(grid)
-        weight = next(iter(self.tower.parameters()), None)  # a hook may make rows on the host
+        # A hook may make rows on the host. A stand-in for a tower need be no module.
+        weight = next(iter(getattr(self.tower, "parameters", tuple)()), None)
         device = _HOST if weight is None else weight.device
         return {
             name: made[name].to(device)
