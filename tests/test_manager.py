@@ -419,7 +419,6 @@ def test_rows_that_do_not_match_are_never_split(manager: EncoderGraphManager, ho
     ):
         assert manager.execute(kwargs) is None
     assert "an error outside the graphs" in manager.statistics.eager
-    assert manager.statistics.counted == 2  # each item once, whichever step had come to its end
 
 
 def test_a_tower_of_other_rows_than_declared_is_not_captured(vllm_log: list[Any]) -> None:

@@ -355,15 +355,12 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
     ) -> list[torch.Tensor] | None:
         if not inputs.grids:
             return []
-        before = self.statistics.counted
         try:
             outputs = self._execute_ranks(mm_kwargs, inputs)
             return _checked(self.model.vit_finish(outputs, mm_kwargs), len(inputs.grids))
         except Exception as error:
             self._survive(error, "running the vision tower", alone=False)
-            # Steps that came to an end before it have counted their items.
-            left = len(inputs.grids) - (self.statistics.counted - before)
-            self._count_eager("an error outside the graphs", max(left, 0), brief(error))
+            self._count_eager("an error outside the graphs", len(inputs.grids), brief(error))
             return None
 
     def _execute_ranks(self, mm_kwargs: dict[str, Any], inputs: ViTInputs) -> list[torch.Tensor]:
