@@ -146,11 +146,8 @@ def record_batches(manager: Any) -> list[Recorded]:
 
 
 @contextmanager
-def tower_rows(model: Any, mm_kwargs: dict[str, Any], given: list[Any] | None) -> Iterator[None]:
-    """Give upstream's post-processing these rows in place of its tower's; None: leave it alone."""
-    if given is None:
-        yield
-        return
+def tower_rows(model: Any, mm_kwargs: dict[str, Any], given: list[Any]) -> Iterator[None]:
+    """Give upstream's post-processing these rows in place of its tower's."""
     name = f"_process_{model.get_input_modality(mm_kwargs)}_input"
     setattr(model, name, lambda inputs: tuple(row.clone() for row in given))
     try:
@@ -159,8 +156,8 @@ def tower_rows(model: Any, mm_kwargs: dict[str, Any], given: list[Any] | None) -
         delattr(model, name)
 
 
-def upstreams(model: Any, mm_kwargs: dict[str, Any], given: list[Any] | None = None) -> list[Any]:
-    """What upstream's eager path gives, from its own tower or from given rows."""
+def finished_by_upstream(model: Any, mm_kwargs: dict[str, Any], given: list[Any]) -> list[Any]:
+    """What upstream's eager path makes of given rows."""
     import torch
 
     with torch.inference_mode(), tower_rows(model, mm_kwargs, given):
@@ -256,7 +253,7 @@ def compare(manager: Any, batches: list[Recorded]) -> list[dict[str, Any]]:
         mm_kwargs, outputs = batch.mm_kwargs, batch.rows
         eager = eager_rows(model, mm_kwargs)
         twice = eager_rows(model, twice_over(mm_kwargs))
-        finished = upstreams(model, mm_kwargs, given=outputs)
+        finished = finished_by_upstream(model, mm_kwargs, outputs)
         errors = [relative(a, b) for a, b in zip(outputs, eager, strict=True)]
         itself = [relative(a, b) for a, b in zip(twice, eager, strict=False)]
         control = relative(eager[0].roll(1, 0), eager[0]) if len(eager[0]) > 1 else None

@@ -45,7 +45,7 @@ class HostArena:
         places, size = {}, 0
         for name, (shape, dtype) in shapes.items():
             places[name] = size
-            size += -(-prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+            size += _rounded_up(prod(shape) * dtype.itemsize, _ALIGNMENT)
         on_gpu = device.type == "cuda"
         self._device = torch.zeros(size, dtype=torch.uint8, device=device)
 
@@ -107,7 +107,7 @@ class FlatArena:
     def __init__(self, shapes: Shapes, device: torch.device) -> None:
         (dtype,) = {dtype for _, dtype in shapes.values()}
         step = max(1, _ALIGNMENT // dtype.itemsize)
-        self._sizes = {name: -(-prod(shape) // step) * step for name, (shape, _) in shapes.items()}
+        self._sizes = {name: _rounded_up(prod(shape), step) for name, (shape, _) in shapes.items()}
         self._flat = torch.zeros(sum(self._sizes.values()), dtype=dtype, device=device)
         self._zeros = torch.zeros(max(self._sizes.values()), dtype=dtype, device=device)
         pieces = self._flat.split(list(self._sizes.values()))
@@ -131,6 +131,10 @@ class FlatArena:
             if used < size:
                 parts.append(self._zeros[: size - used])
         torch.cat(parts, out=self._flat)
+
+
+def _rounded_up(size: int, step: int) -> int:
+    return -(-size // step) * step
 
 
 def fill_host(staged: HostRows, exact: HostRows, pad: str) -> None:

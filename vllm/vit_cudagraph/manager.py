@@ -160,9 +160,8 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
                 self._survive(error, f"capturing token budget {budget}")
                 self.left_out.setdefault(brief(error), []).append(budget)
                 self.backend.give_back()  # before the next one is tried
-                self.graph_pool = (
-                    self.backend.new_pool()
-                )  # torch may refuse the old one from now on
+                # torch may refuse the old one from now on.
+                self.graph_pool = self.backend.new_pool()
         self.captured = dict(sorted(self.captured.items()))
 
     def _capture(self, budget: int) -> CapturedBudget:

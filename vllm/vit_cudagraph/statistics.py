@@ -70,11 +70,6 @@ class Statistics:
     _logged: int = 0
 
     @property
-    def counted(self) -> int:
-        """Items that ran, either way."""
-        return self.replayed + self.eager.total()
-
-    @property
     def padding(self) -> int:
         """Tokens of the replayed budgets that no item filled."""
         return sum(self.padding_of(budget) for budget in self.replays)
@@ -146,7 +141,7 @@ class Statistics:
 
     def log(self, interval: int) -> None:
         """Log once the first items came, then whenever ``interval`` more did."""
-        items = self.counted
+        items = self.replayed + self.eager.total()
         if items and (not self._logged or items - self._logged >= interval):
             self._logged = items
             logger.info("%s", self)
