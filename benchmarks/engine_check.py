@@ -38,30 +38,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-VISION_7B = {
-    "depth": 32,
-    "hidden_size": 1280,
-    "intermediate_size": 3420,
-    "num_heads": 16,
-    "out_hidden_size": 3584,
-    "fullatt_block_indexes": [7, 15, 23, 31],
-    "window_size": 112,
-    "patch_size": 14,
-}
-"""Qwen2.5-VL-7B's published vision configuration."""
-
-TEXT = {
-    "hidden_size": 3584,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "intermediate_size": 4096,
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 1000000.0,
-        "mrope_section": [16, 24, 24],
-    },
-}
+from towers_full_size import make_folder
 
 TOLERANCE = 3e-2
 """Relative error, norm of the difference over norm of the eager embeddings. bf16 keeps 8 bits, so
@@ -71,27 +48,6 @@ same items, run twice over in one batch."""
 
 SIZES = [(224, 224), (640, 427), (451, 300), (1000, 872), (1411, 1411), (1600, 160), (336, 56)]
 NAMES = ["astronaut", "rocket", "chelsea", "hubble", "retina", "motorcycle", "coffee"]
-
-
-def make_folder(folder: Path) -> Path:
-    """A checkpoint folder without weights: full-size tower, real pixel limits of the processor."""
-    from vllm.vit_cudagraph.testing.checkpoints import make_checkpoint
-
-    make_checkpoint("qwen2_5_vl", folder)
-    for weights in folder.glob("*.safetensors*"):
-        weights.unlink()
-    config = json.loads((folder / "config.json").read_text())
-    config["vision_config"] |= VISION_7B
-    config["text_config"] |= TEXT
-    config["text_config"].pop("layer_types", None)  # one entry a layer; derived when absent
-    (folder / "config.json").write_text(json.dumps(config))
-    for name in ("preprocessor_config.json", "processor_config.json"):
-        if (folder / name).exists():
-            settings = json.loads((folder / name).read_text())
-            image = settings.get("image_processor", settings)
-            image["size"] = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 4096}
-            (folder / name).write_text(json.dumps(settings))
-    return folder
 
 
 def fill_weights(worker: Any) -> None:
@@ -310,7 +266,7 @@ def engine(folder: Path, attention: str | None, pruning: float | None) -> Any:
     from vllm import LLM
 
     return LLM(
-        model=str(make_folder(folder)),
+        model=str(make_folder("qwen2_5_vl", folder)),
         load_format="dummy",
         dtype="bfloat16",
         max_model_len=32768,

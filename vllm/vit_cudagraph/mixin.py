@@ -43,6 +43,7 @@ from vllm.vit_cudagraph.geometry import (
 )
 from vllm.vit_cudagraph.metadata import Exact, MetadataBuilder, fill, pad_of
 from vllm.vit_cudagraph.planning import MIN_TOKEN_BUDGET
+from vllm.vit_cudagraph.tower import clear_padding, install
 
 logger = init_logger(__name__)
 
@@ -93,6 +94,8 @@ class WindowedViTCudaGraphMixin(SupportsEncoderCudaGraph):
         never = vllm_config and is_global_first_rank() and runner_refusal(vllm_config)
         if never:
             logger.warning("Encoder CUDA graphs are off: %s", never)
+        if vllm_config:
+            install(self.vit_tower(), vllm_config)
 
     # -- hooks ---------------------------------------------------------------------------------
 
@@ -195,7 +198,9 @@ class WindowedViTCudaGraphMixin(SupportsEncoderCudaGraph):
     def load_weights(self, weights: Any) -> Any:
         """The model's own, counted: a manager then looks whether weights lie where they lay."""
         self.vit_weight_loads = getattr(self, "vit_weight_loads", 0) + 1
-        return super().load_weights(weights)
+        loaded = super().load_weights(weights)
+        clear_padding(self.vit_tower())
+        return loaded
 
     def vit_weight_addresses(self) -> dict[str, int]:
         """Where the tower's parameters and buffers lie; graphs read them there."""
