@@ -73,7 +73,11 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 # -- two workers -----------------------------------------------------------------------------------
 
-_SERVERS = ("tests/test_serve.py", "tests/test_examples.py")
+_SERVERS = (
+    "tests/test_serve.py",
+    "tests/test_examples.py",
+    "tests/test_settings.py",
+)
 """Files whose tests start servers, each of which keeps both cores busy: never two of these files at
 once. They take the longest, so they come first."""
 

@@ -396,7 +396,7 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
             usage = partial(_images_without_frames, usage)
         kind = inputs.modality if frames is not None else "image"
         if kind not in self._planners:
-            capacities = [replace(c.capacity, frames=frames) for c in self.captured.values()]
+            capacities = [_with_frames(c.capacity, frames) for c in self.captured.values()]
             self._planners[kind] = Planner(capacities, self.costs, usage, self.model.vit_capturable)
         return self._planners[kind].plan(inputs.grids)
 
@@ -546,6 +546,12 @@ def _checked(outputs: Any, items: int) -> list[torch.Tensor]:
     if len(outputs) != items or not all(isinstance(out, torch.Tensor) for out in outputs):
         raise TypeError(f"vit_finish() must give one tensor for each of {items} items")
     return outputs
+
+
+def _with_frames(capacity: Capacity, frames: int | None) -> Capacity:
+    """With a user's limit on frames. A frame has a patch at least, so a larger limit than patches
+    never binds; and the packer's tables have an entry for each count up to the limit."""
+    return replace(capacity, frames=None if frames is None else min(frames, capacity.patches))
 
 
 def _images_without_frames(usage: Callable[[Grid], Usage], grid: Grid) -> Usage:
