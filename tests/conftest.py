@@ -77,6 +77,7 @@ _SERVERS = (
     "tests/test_serve.py",
     "tests/test_examples.py",
     "tests/test_settings.py",
+    "tests/test_stopped.py",
 )
 """Files whose tests start servers, each of which keeps both cores busy: never two of these files at
 once. They take the longest, so they come first."""
