@@ -295,14 +295,14 @@ engines = st.fixed_dictionaries(
 )
 
 # What it refuses, sooner or later, or one of these alone.
-odd_compilations = st.sampled_from(
-    [(BUDGETS, [odd]) for odd in (0, -1, 0.5, "many", None)]
-    + [(BUDGETS, odd) for odd in (None, 64, "64", {})]
-    + [(ITEMS, odd) for odd in (-1, None, "all")]
-    + [(FRAMES, odd) for odd in (-1, 1.5)]
-    + [("cudagraph_mode", "?"), ("mode", 4), ("cudagraph_mm_encoder", "perhaps")]
-)
-odd_engines = st.sampled_from(
+odd_budgets: list[Any] = [[0], [-1], [0.5], ["many"], [None], None, 64, "64", {}]
+odd_compilation: list[tuple[str, Any]] = [
+    *((BUDGETS, odd) for odd in odd_budgets),
+    *((ITEMS, -1), (ITEMS, None), (ITEMS, "all"), (FRAMES, -1), (FRAMES, 1.5)),
+    *(("cudagraph_mode", "?"), ("mode", 4), ("cudagraph_mm_encoder", "perhaps")),
+]
+odd_compilations = st.sampled_from(odd_compilation)
+odd_engines: st.SearchStrategy[tuple[str, Any]] = st.sampled_from(
     [
         ("limit_mm_per_prompt", {"image": -1}),
         ("max_num_batched_tokens", 0),

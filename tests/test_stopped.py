@@ -86,7 +86,7 @@ class Watched:
         front = self.server._process
         assert front is not None and front.poll() is None, self.server.log()[-4000:]
         processes = psutil.Process(front.pid).children(recursive=True)
-        segments = {path for process in processes for path in segments_of(process)}
+        segments = self.segments()
         (os.killpg if all_at_once else os.kill)(front.pid, number)
         wait_until(lambda: front.poll() is not None, "the front process ends")
         wait_until(lambda: not any(map(is_there, processes)), f"all end: {processes}")
@@ -96,6 +96,13 @@ class Watched:
             socket.create_connection(("127.0.0.1", self.server.port), 5.0)
         self.server.stop()
         return {kind(path) for path in self.folder.iterdir()}
+
+    def segments(self) -> set[Path]:
+        """Shared memory that the server's processes have mapped."""
+        front = self.server._process
+        assert front is not None
+        processes = psutil.Process(front.pid).children(recursive=True)
+        return {path for process in processes for path in segments_of(process)}
 
     def captured_so_far(self) -> tuple[int, int]:
         """Graphs that the log's progress bar has counted, of how many."""
@@ -220,6 +227,8 @@ def test_stopped_in_captures_and_in_replays_it_ends_and_serves_again(tmp_path: P
             for name in ("rocket", "video", "three photographs"):
                 assert_equal(again.chat(CASES[name].content), expected[name], name)
             assert (again.statistics().replayed, again.statistics().eager) == (5, 0)
+            segments = replays.segments()
+        assert segments and not any(map(Path.exists, segments)), "left by the tests' own stop"
 
 
 def use_port_of(server: Server, other: Server) -> None:

@@ -67,6 +67,7 @@ _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",  # enough for these sizes, and servers side by side do not compete
 }
 _STOP_SECONDS = 15.0
+_GROUP_SECONDS = 5.0
 _LOG_TAIL_LINES = 40
 
 
@@ -257,6 +258,7 @@ class Server:
             # The front process alone first: it ends its engine in good order.
             process.terminate()
             process.wait(_STOP_SECONDS)
+            _wait_for_group(process.pid)
         except subprocess.TimeoutExpired:
             pass
         finally:
@@ -352,6 +354,15 @@ def _open(url: str, data: bytes | None, timeout: float) -> Any:
     """Open a local URL, past any proxy that the environment names for the outside world."""
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     return urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, None, timeout)
+
+
+def _wait_for_group(leader: int) -> None:
+    """The last process to end unlinks the server's shared memory: killed, it would leave that."""
+    deadline = time.monotonic() + _GROUP_SECONDS
+    with contextlib.suppress(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.killpg(leader, 0)
+            time.sleep(0.05)
 
 
 def _free_port() -> int:
