@@ -23,13 +23,14 @@ from vllm.vit_cudagraph.ladder import token_ladder
 from vllm.vit_cudagraph.manager import EncoderGraphManager
 from vllm.vit_cudagraph.measuring import (
     AUTOMATIC_MARGIN,
-    BEYOND_ITEM,
     EAGER_DISCOUNT,
+    ITEM,
     PROBES_APART,
     Bench,
     eager_sizes,
     full_image,
     last_winner,
+    still_images,
 )
 from vllm.vit_cudagraph.testing import models
 from vllm.vit_cudagraph.testing.profiles import examples
@@ -67,7 +68,7 @@ def clock(crossover: int) -> Iterator[list[tuple[str, int]]]:
         timed.append(("replay", captured.capacity.budget))
         return 1.0 * captured.capacity.budget
 
-    def eager_ms(bench: Bench, tokens: int, item: int | None = None) -> float:
+    def eager_ms(bench: Bench, tokens: int) -> float:
         timed.append(("eager", tokens))
         return max(crossover, 0.9 * tokens)
 
@@ -241,7 +242,7 @@ def test_what_is_timed_is_what_is_served(served: Any) -> None:
     managers.assert_same(managers.run(manager, kwargs), managers.eager(served[1], kwargs))
 
 
-def test_eager_beyond_the_graphs_is_timed_on_many_small_images_and_counts_for_less() -> None:
+def test_small_images_are_timed_and_eager_counts_for_less() -> None:
     """One large image costs more attention than most batches of as many tokens; and a plan with
     replays must be worth more than clocks are off by."""
     config = models.make_config(FAMILY, max_model_len=4096)
@@ -260,7 +261,7 @@ def test_eager_beyond_the_graphs_is_timed_on_many_small_images_and_counts_for_le
         manager = new_manager((config, model), budgets=[300])
     near, *beyond = runs[-3:]
     assert len(near) == 1 and [sum(run) > 500 for run in beyond] == [True, True]
-    assert all(max(run) <= BEYOND_ITEM and len(run) > 1 for run in beyond)
+    assert all(max(run) < 2 * ITEM and len(run) > 1 for run in beyond)
     assert {ms for _, ms in manager.costs.eager_ms} == {10.0 * (1 - EAGER_DISCOUNT)}
     assert {ms for _, ms in manager.costs.replay_ms} == {10.0}
 
@@ -276,6 +277,20 @@ def test_a_full_image_nearly_fills_its_budget(tokens: int) -> None:
     GEOMETRY.check_grid(grid)
     assert 0.75 * tokens <= GEOMETRY.output_tokens(grid) <= tokens
     assert grid[1] <= grid[2] <= 3 * grid[1]
+
+
+@pytest.mark.fuzz
+@given(st.integers(1, 20_000), st.integers(1, 100))
+@examples(100)
+def test_timed_images_are_within_the_limits_and_nearly_fill_the_budget(
+    tokens: int, most_items: int
+) -> None:
+    grids = still_images(GEOMETRY, tokens, most_items)
+    sizes = [GEOMETRY.output_tokens(grid) for grid in grids]
+    assert len(sizes) <= most_items and 0.75 * tokens <= sum(sizes) <= tokens
+    assert len(set(sizes[:-1])) <= 1
+    if len(sizes) < most_items:
+        assert max(sizes) < 2 * ITEM
 
 
 @pytest.mark.fuzz

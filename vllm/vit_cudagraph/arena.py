@@ -126,7 +126,7 @@ class FlatArena:
         parts: list[torch.Tensor] = []
         for name, size in self._sizes.items():
             flat = [piece.reshape(-1) for piece in rows[name]]
-            used = sum(map(len, flat))
+            used = sum(piece.numel() for piece in flat)
             parts += flat
             if used < size:
                 parts.append(self._zeros[: size - used])

@@ -32,7 +32,7 @@ class SharedRows:
     def load(self, pieces: Sequence[torch.Tensor], capacity: int) -> None:
         """Write ``pieces`` from the front, and 0 behind them as far as a graph of ``capacity`` rows
         reads. Only rows that are not 0 already are written."""
-        used, dirty = sum(map(len, pieces)), self.dirty
+        used, dirty = sum(piece.shape[0] for piece in pieces), self.dirty
         self.dirty = max(used, dirty)  # holds if a copy fails half way
         if len(pieces) == 1 or pieces[0].device != self.rows.device:
             self.rows[:used].copy_(joined(pieces), non_blocking=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -67,9 +68,12 @@ class CapturedBudget:
                 _check_longest(name, value, self._longest[name])
                 continue
             pieces = value if is_pieces(value) else (joined(value),)
+            dtype, dims, trailing, rows = buffer.dtype, buffer.ndim, buffer.shape[1:], 0
             for piece in pieces:
-                _check_rows(name, piece, buffer)
-            rows = sum(map(len, pieces))
+                shape = piece.shape
+                if piece.dtype != dtype or len(shape) != dims or shape[1:] != trailing:
+                    _say_what_differs(name, piece, buffer)
+                rows += shape[0]
             if rows > len(buffer):
                 raise NotCapturable(
                     f"{name} has more rows than its buffer", f"{rows} > {len(buffer)}"
@@ -111,17 +115,16 @@ class CapturedBudget:
         arena.send()
 
 
-def _check_rows(name: str, piece: torch.Tensor, buffer: torch.Tensor) -> None:
+def _say_what_differs(name: str, piece: torch.Tensor, buffer: torch.Tensor) -> NoReturn:
     if piece.dtype != buffer.dtype:
         kind = "pixel" if name == PIXELS else name
         raise NotCapturable(
             f"{kind} dtype differs from the buffer", f"{piece.dtype}, not {buffer.dtype}"
         )
-    if piece.ndim != buffer.ndim or piece.shape[1:] != buffer.shape[1:]:
-        raise NotCapturable(
-            f"{name} rows differ in shape from the buffer's",
-            f"{tuple(piece.shape[1:])}, not {tuple(buffer.shape[1:])}",
-        )
+    raise NotCapturable(
+        f"{name} rows differ in shape from the buffer's",
+        f"{tuple(piece.shape[1:])}, not {tuple(buffer.shape[1:])}",
+    )
 
 
 def _check_longest(name: str, value: Exact, baked: int) -> None:

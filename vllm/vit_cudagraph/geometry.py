@@ -306,7 +306,9 @@ class ViTGeometry:
 
     def output_tokens(self, grid: Grid) -> int:
         """Rows that the item has in the final embeddings."""
-        frames = {"none": grid[0], "halve": max(1, grid[0] // 2), "pool": 1}[self.temporal_merge]
+        if self.temporal_merge == "none":  # asked for each item several times a batch
+            return grid[0] * self.frame_tokens(grid)
+        frames = max(1, grid[0] // 2) if self.temporal_merge == "halve" else 1
         return frames * self.frame_tokens(grid)
 
     def tower_rows(self, grids: Iterable[Grid]) -> int:

@@ -308,7 +308,8 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
         return not self._shares_weights()
 
     def _bench(self) -> Bench:
-        return Bench(self.model, self.backend, self.device, self.dtype)
+        items = self.settings.limits.items
+        return Bench(self.model, self.backend, self.device, self.dtype, items)
 
     def _free_memory(self) -> int:
         """Free device memory in bytes; on the twin, what the buffers take, negated."""

@@ -29,9 +29,11 @@ EAGER_DISCOUNT = 0.03
 """By how much eager runs are taken for cheaper than they were timed: a plan with replays must be
 worth more than the timing is off by, or batches run slower than they would have eagerly."""
 
-BEYOND_ITEM = 512
-"""Tokens of each image of the eager runs that are timed beyond the largest graph. Attention costs a
-token less where images are small, so no batch of that many tokens is much cheaper."""
+ITEM = 256
+"""Tokens of each image that is timed. Attention within an image costs the same in whichever step it
+runs, so it does not matter to a plan; timed with small images it stays out of the figures, which
+then tell what rows cost. One image of all tokens would make large steps look dearer than they are
+for the batches that are packed: several images of a few hundred tokens."""
 
 PROBES_APART = 1.1
 """Ratio of two budgets between which the crossover is not looked for any closer."""
@@ -45,32 +47,27 @@ class Bench:
         model: On the mixin.
         backend: Its ``milliseconds`` is the clock.
         device, dtype: Of the tower's input.
+        most_items: Of a step.
     """
 
     model: Any
     backend: GraphBackend
     device: torch.device
     dtype: torch.dtype
+    most_items: int
 
     def replay_ms(self, captured: CapturedBudget) -> float | None:
-        """One replay, its buffers filled by one still image; None without a clock."""
-        grid = full_image(self.model.vit_declared, captured.capacity.budget)
+        """One replay, its buffers filled by still images; None without a clock."""
+        grids = self._images(captured.capacity.budget)
         with torch.inference_mode():
-            metadata = self.model.vit_metadata_parts([grid], self.device)
-            captured.load({**metadata, PIXELS: [self._pixels(grid)]})
+            metadata = self.model.vit_metadata_parts(grids, self.device)
+            captured.load({**metadata, PIXELS: [self._pixels(grids)]})
             return self.backend.milliseconds(captured.graph.replay)
 
-    def eager_ms(self, tokens: int, item: int | None = None) -> float | None:
-        """One eager run, metadata included; None without a clock.
-
-        Args:
-            tokens: Of the run.
-            item: Tokens of each still image of it but the last; by default it is one image.
-        """
-        whole, rest = divmod(tokens, item or tokens)
-        sizes = [item or tokens] * whole + [rest] * (rest > 0)
-        grids = [full_image(self.model.vit_declared, size) for size in sizes]
-        pixels = torch.cat([self._pixels(grid) for grid in grids])
+    def eager_ms(self, tokens: int) -> float | None:
+        """One eager run, metadata included; None without a clock."""
+        grids = self._images(tokens)
+        pixels = self._pixels(grids)
 
         def run() -> None:
             self.model.vit_forward(pixels, self.model.vit_metadata(grids, self.device))
@@ -78,9 +75,12 @@ class Bench:
         with torch.inference_mode():
             return self.backend.milliseconds(run)
 
-    def _pixels(self, grid: Grid) -> torch.Tensor:
+    def _images(self, tokens: int) -> list[Grid]:
+        return still_images(self.model.vit_declared, tokens, self.most_items)
+
+    def _pixels(self, grids: Sequence[Grid]) -> torch.Tensor:
         """Random: arithmetic on zeros draws less power, and so runs faster."""
-        rows = self.model.vit_declared.patches(grid)
+        rows = sum(map(self.model.vit_declared.patches, grids))
         pixels = self.model.vit_pixel_buffer(rows, self.device, self.dtype)
         return pixels.normal_() if pixels.is_floating_point() else pixels.random_(0, 256)
 
@@ -89,6 +89,16 @@ def full_image(geometry: ViTGeometry, tokens: int) -> Grid:
     """One frame of at most ``tokens`` merged tokens, nearly square and nearly full."""
     rows = isqrt(tokens)
     return 1, rows * geometry.merge_size, tokens // rows * geometry.merge_size
+
+
+def still_images(geometry: ViTGeometry, tokens: int, most_items: int) -> list[Grid]:
+    """Images of :data:`ITEM` tokens, or of more where that would be too many, of at most ``tokens``
+    together and nearly as many; the last is the largest."""
+    count = max(1, min(most_items, tokens // ITEM))
+    binds = most_items < tokens // ITEM
+    first = full_image(geometry, tokens // count if binds else min(ITEM, tokens))
+    left = tokens - (count - 1) * geometry.output_tokens(first)
+    return [first] * (count - 1) + [full_image(geometry, left)]
 
 
 def eager_sizes(smallest: int, largest: int, most: int) -> list[int]:
@@ -109,14 +119,11 @@ def eager_sizes(smallest: int, largest: int, most: int) -> list[int]:
     return sorted({*sizes, largest, *(size for size in beyond if size > largest)})
 
 
-def measure(
-    bench: Bench, captured: Mapping[int, CapturedBudget], most: int = 0
-) -> CostLines | None:
+def measure(bench: Bench, captured: Mapping[int, CapturedBudget], most: int) -> CostLines | None:
     """Time each graph once, and some eager runs (:func:`eager_sizes`); None without a clock."""
     eager: dict[int, float] = {}
     for tokens in eager_sizes(min(captured), max(captured), most):
-        beyond = tokens > max(max(captured), BEYOND_ITEM)
-        ms = bench.eager_ms(tokens, BEYOND_ITEM if beyond else None)
+        ms = bench.eager_ms(tokens)
         if ms is None:
             return None
         eager[tokens] = (1 - EAGER_DISCOUNT) * ms

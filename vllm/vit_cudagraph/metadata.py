@@ -9,9 +9,9 @@ upstream's functions are called for it (:class:`AttentionLayout`).
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +33,11 @@ _HOST = torch.device("cpu")
 
 CACHE_BYTES = 64 << 20
 """Device memory that cached position rows may take; the least recently used grid goes first."""
+
+
+HOST_CACHE_BYTES = 16 << 20
+"""Host memory that cached integers (offsets, window order) may take: once for grids, once for
+batches."""
 
 
 @dataclass(frozen=True)
@@ -88,29 +93,37 @@ class AttentionLayout:
         )
 
 
-class RowCache:
-    """Least-recently-used cache of rows that depend on one grid alone, bounded in bytes."""
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
 
-    def __init__(self, max_bytes: int = CACHE_BYTES) -> None:
+
+class SizedCache(Generic[K, V]):
+    """Least-recently-used cache, bounded in bytes.
+
+    Args:
+        size: Bytes of a value.
+        max_bytes: Of all values; the least recently used goes first. A value above it is not kept.
+    """
+
+    def __init__(self, size: Callable[[V], int], max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.bytes = 0
-        self._entries: OrderedDict[Grid, dict[str, torch.Tensor]] = OrderedDict()
+        self._size = size
+        self._entries: OrderedDict[K, V] = OrderedDict()
 
-    def get(
-        self, grid: Grid, make: Callable[[Grid], dict[str, torch.Tensor]]
-    ) -> dict[str, torch.Tensor]:
-        entry = self._entries.get(grid)
+    def get(self, key: K, make: Callable[[K], V]) -> V:
+        entry = self._entries.get(key)
         if entry is not None:
-            self._entries.move_to_end(grid)
+            self._entries.move_to_end(key)
             return entry
-        entry = make(grid)
-        size = _nbytes(entry)
+        entry = make(key)
+        size = self._size(entry)
         if size <= self.max_bytes:
-            self._entries[grid] = entry
+            self._entries[key] = entry
             self.bytes += size
         while self.bytes > self.max_bytes:
             _, dropped = self._entries.popitem(last=False)
-            self.bytes -= _nbytes(dropped)
+            self.bytes -= self._size(dropped)
         return entry
 
     def clear(self) -> None:
@@ -118,8 +131,31 @@ class RowCache:
         self.bytes = 0
 
 
+class RowCache(SizedCache[Grid, dict[str, torch.Tensor]]):
+    """Rows that depend on one grid alone."""
+
+    def __init__(self, max_bytes: int = CACHE_BYTES) -> None:
+        super().__init__(_nbytes, max_bytes)
+
+
 def _nbytes(entry: Mapping[str, torch.Tensor]) -> int:
     return sum(rows.numel() * rows.element_size() for rows in entry.values())
+
+
+HostArrays = Mapping[str, npt.NDArray[Any] | None]
+
+
+_ARRAY_OVERHEAD = 256
+"""Bytes that an array takes besides its numbers, its share of the key and of the cache included."""
+
+
+def _array_bytes(arrays: HostArrays) -> int:
+    kept = [array for array in arrays.values() if array is not None]
+    return sum(array.nbytes + _ARRAY_OVERHEAD for array in kept)
+
+
+def _host_cache() -> SizedCache[Any, HostArrays]:
+    return SizedCache(_array_bytes, HOST_CACHE_BYTES)
 
 
 @dataclass
@@ -139,6 +175,13 @@ class MetadataBuilder:
     position_rows: Callable[[Grid], Mapping[str, Any]]
     learned_rows: Callable[[Sequence[Grid]], Mapping[str, Any]]
     cache: RowCache = field(default_factory=RowCache)
+    _of_grids: SizedCache[Any, HostArrays] = field(default_factory=_host_cache)
+    _of_batches: SizedCache[Any, HostArrays] = field(default_factory=_host_cache)
+
+    def forget(self) -> None:
+        """Empty all caches."""
+        for cache in (self.cache, self._of_grids, self._of_batches):
+            cache.clear()
 
     @property
     def layout(self) -> AttentionLayout:
@@ -158,14 +201,14 @@ class MetadataBuilder:
         """
         made: dict[str, torch.Tensor | None] = {}
         for name, part in self.parts(grids).items():
-            if part is None:
-                made[name] = None
-            elif self.geometry.rows[name].kind == "longest":
-                made[name] = torch.from_numpy(part)
-            elif isinstance(part, np.ndarray):
-                made[name] = async_tensor_h2d(torch.from_numpy(part), device)
+            if isinstance(part, np.ndarray):
+                # A copy: arrays are cached, and what is made here is the caller's.
+                part = torch.from_numpy(part.copy())
+                if self.geometry.rows[name].kind != "longest":
+                    part = async_tensor_h2d(part, device)
+                made[name] = part
             else:
-                made[name] = joined(part).to(device)
+                made[name] = None if part is None else joined(part).to(device)
         return made
 
     def parts(self, grids: Sequence[Grid]) -> dict[str, Exact | None]:
@@ -173,40 +216,55 @@ class MetadataBuilder:
 
         Returns:
             Arrays on the host for what the grids alone give (offsets, lengths, window order, and
-            0-d the longest length); pieces on the tower's device, one an item, for positions.
+            0-d the longest length), which are cached and not to be written to; pieces on the
+            tower's device, one an item, for positions.
         """
-        offsets = {
-            name: self._offsets(row, grids)
-            for name, row in self.geometry.rows.items()
-            if row.value == "offsets"
-        }
-        learned = self._learned(grids)
-        positions = [self.cache.get(grid, self._make_positions) for grid in grids]
         parts: dict[str, Exact | None] = {}
+        if any(row.value not in ("position", "learned") for row in self.geometry.rows.values()):
+            key = (self.layout, tuple(grids))
+            parts.update(self._of_batches.get(key, self._make_integers))
+        positions = [self.cache.get(grid, self._make_positions) for grid in grids]
+        learned = self._learned(grids)
         for name, row in self.geometry.rows.items():
+            if row.value == "position":
+                parts[name] = [rows[name] for rows in positions]
+            elif row.value == "learned":
+                parts[name] = [learned[name]]
+        return {name: parts[name] for name in self.geometry.rows}
+
+    def _make_integers(self, key: tuple[AttentionLayout, tuple[Grid, ...]]) -> HostArrays:
+        """What the grids alone give, by name."""
+        layout, grids = key
+        rows = self.geometry.rows.items()
+        offsets = {name: self._offsets(row, grids) for name, row in rows if row.value == "offsets"}
+        made: dict[str, npt.NDArray[Any] | None] = {}
+        for name, row in rows:
             match row.value:
                 case "offsets":
-                    parts[name] = self.layout.offsets(offsets[name])
+                    made[name] = layout.offsets(offsets[name])
                 case "lengths":
-                    parts[name] = self.layout.lengths(offsets[str(row.covers)])
+                    made[name] = layout.lengths(offsets[str(row.covers)])
                 case "longest":
-                    parts[name] = self.layout.longest(offsets[str(row.covers)])
-                case "position":
-                    parts[name] = [rows[name] for rows in positions]
-                case "learned":
-                    parts[name] = [learned[name]]
-        parts.update(self._window_index(grids))
-        return {name: parts[name] for name in self.geometry.rows}
+                    made[name] = layout.longest(offsets[str(row.covers)])
+        made.update(self._window_index(grids))
+        return made
 
     def _offsets(self, row: Rows, grids: Sequence[Grid]) -> Offsets:
         """Cumulative lengths in patches, int32, from 0; shape ``[S + 1]`` or ``[W + 1]``."""
-        of_grid: Callable[[Grid], Any] = (
-            self.geometry.window_lengths
-            if row.kind == "windows"
-            else self.geometry.sequence_lengths
-        )
-        parts = [np.asarray(of_grid(grid), dtype=np.int32) for grid in grids]
+        parts = [self._of_grid(grid)[row.kind] for grid in grids]
         return np.concatenate([np.zeros(1, np.int32), *parts]).cumsum(dtype=np.int32)
+
+    def _of_grid(self, grid: Grid) -> dict[str, npt.NDArray[Any]]:
+        """Lengths of one item's sequences and windows, and its window order."""
+        return self._of_grids.get(grid, self._make_of_grid)  # type: ignore[return-value]
+
+    def _make_of_grid(self, grid: Grid) -> HostArrays:
+        geometry = self.geometry
+        made = {"sequences": np.asarray(geometry.sequence_lengths(grid), dtype=np.int32)}
+        if geometry.window_side is None:
+            return made
+        windows = geometry.window_lengths(grid).astype(np.int32)
+        return made | {"windows": windows, "order": geometry.window_order(grid)}
 
     def _make_positions(self, grid: Grid) -> dict[str, torch.Tensor]:
         made = self.position_rows(grid)
@@ -231,7 +289,7 @@ class MetadataBuilder:
             return {}
         parts, first = [], 0
         for grid in grids:
-            order = self.geometry.window_order(grid)
+            order = self._of_grid(grid)["order"]
             parts.append(order + first)
             first += len(order)
         order = np.concatenate(parts)

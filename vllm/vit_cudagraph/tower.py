@@ -99,9 +99,7 @@ class PaddedLinear(UnquantizedLinearMethod):
             if self.bias is not None:
                 self.bias[self.real[0] :].zero_()
 
-    def apply(
-        self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """``[..., in]`` to ``[..., out]``, both padded.
 
         A weight that was moved elsewhere (offloaded, replaced) is right, only slower.

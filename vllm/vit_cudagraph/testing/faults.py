@@ -78,6 +78,9 @@ class Fault:
         """While open the fault is in place."""
         with ExitStack() as stack:
             plant = Plant(stack)
+            # What was computed before the fault would hide it, and what it computes would stay.
+            stack.callback(model._vit_builder.forget)
+            model._vit_builder.forget()
             self.sabotage(plant, model)
             yield plant
 
