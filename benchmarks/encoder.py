@@ -276,7 +276,7 @@ def command_line(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--repeats", type=int, default=9, help="timed runs of each way and batch")
     parser.add_argument("--videos", type=int, default=0, help="limit_mm_per_prompt of videos")
-    parser.add_argument("--model-len", type=int, default=16384)
+    parser.add_argument("--model-len", type=int, default=8192)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="the tests' small towers")
     parser.add_argument("--json", type=Path, default=None, help="write the figures here")

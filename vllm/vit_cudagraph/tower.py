@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A faster tower with the same values: MLP widths padded with zeros until rows are aligned.
+"""A faster tower with the same values: aligned MLP rows, and attention in fewer passes.
 
-Matrix kernels of recent GPUs want rows that start at multiples of 16 bytes. Qwen2.5-VL's MLP is
-3,420 wide, in 16 bits 6,840 bytes, so its down projection falls to a kernel of an older generation
-that takes four times as long (``docs/performance.md``). Tensor parallelism makes more such widths:
-3,420 over four ranks is 855.
+Attention is in ``attention.py``. As to the MLP: matrix kernels of recent GPUs want rows that start
+at multiples of 16 bytes. Qwen2.5-VL's MLP is 3,420 wide, in 16 bits 6,840 bytes, so its down
+projection falls to a kernel of an older generation that takes four times as long
+(``docs/performance.md``). Tensor parallelism makes more such widths: 3,420 over four ranks is 855.
 
 Padded is the memory behind a weight, not the weight: a parameter keeps upstream's shape, as a view
 of wider rows, so whatever loads, reloads or updates weights writes where it did before. The columns
@@ -29,6 +29,7 @@ from vllm.model_executor.layers.linear import (
     RowParallelLinear,
     UnquantizedLinearMethod,
 )
+from vllm.vit_cudagraph.attention import install as fuse_attention
 from vllm.vit_cudagraph.gated import silu_and_mul
 from vllm.vit_cudagraph.settings import tower_work
 
@@ -137,7 +138,7 @@ class AlignedSiluAndMul(nn.Module):
 
 
 def install(tower: Any, vllm_config: Any) -> int:
-    """Align the MLPs of a tower that was built and whose weights are not loaded yet.
+    """Change the layers of a tower that was built and whose weights are not loaded yet.
 
     Args:
         tower: Any module.
@@ -148,6 +149,7 @@ def install(tower: Any, vllm_config: Any) -> int:
     """
     if not _wanted(vllm_config):
         return 0
+    fuse_attention(tower)
     changed = [mlp for mlp in _mlps(tower) if _align(mlp)]
     if changed:
         widths = sorted({mlp.width for mlp in changed})
