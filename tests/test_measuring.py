@@ -30,6 +30,7 @@ from vllm.vit_cudagraph.measuring import (
     eager_sizes,
     full_image,
     last_winner,
+    never_falling,
     still_images,
 )
 from vllm.vit_cudagraph.testing import models
@@ -277,6 +278,22 @@ def test_a_full_image_nearly_fills_its_budget(tokens: int) -> None:
     GEOMETRY.check_grid(grid)
     assert 0.75 * tokens <= GEOMETRY.output_tokens(grid) <= tokens
     assert grid[1] <= grid[2] <= 3 * grid[1]
+
+
+@pytest.mark.fuzz
+@given(st.dictionaries(st.integers(1, 99), st.floats(0.1, 9.0), min_size=1))
+@examples(50)
+def test_no_graph_counts_for_more_than_a_larger_one(ms: dict[int, float]) -> None:
+    given = never_falling(ms)
+    assert list(given) == sorted(ms) and list(given.values()) == sorted(given.values())
+    assert all(given[b] == min(t for other, t in ms.items() if other >= b) for b in ms)
+
+
+def test_of_two_graphs_that_cost_the_same_the_smaller_one_runs(served: Any) -> None:
+    with clock(100), mock.patch.object(Bench, "replay_ms", lambda *_: 1.0):
+        manager = new_manager(served, budgets=[64, 88, 109])
+    managers.run(manager, managers.batch(served[1], [[1, 8, 8]]))
+    assert dict(manager.statistics.replays) == {64: 1}
 
 
 @pytest.mark.fuzz

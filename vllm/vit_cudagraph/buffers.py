@@ -29,7 +29,7 @@ class SharedRows:
         self.rows = rows
         self.dirty = 0
 
-    def load(self, pieces: Sequence[torch.Tensor], capacity: int) -> None:
+    def load(self, pieces: list[torch.Tensor] | tuple[torch.Tensor, ...], capacity: int) -> None:
         """Write ``pieces`` from the front, and 0 behind them as far as a graph of ``capacity`` rows
         reads. Only rows that are not 0 already are written."""
         used, dirty = sum(piece.shape[0] for piece in pieces), self.dirty

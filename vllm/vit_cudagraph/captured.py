@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -54,8 +54,9 @@ class CapturedBudget:
                 rows, or is missing.
             BufferMoved: A hook rebound a buffer.
         """
+        buffers = self.buffers
         for name, address in self._addresses.items():
-            buffer = self.buffers.get(name)
+            buffer = buffers.get(name)
             if buffer is None or buffer.data_ptr() != address:
                 raise BufferMoved(
                     f"buffer {name} moved since capture; a hook must write into buffers, "
@@ -66,18 +67,8 @@ class CapturedBudget:
                 raise NotCapturable("a tensor is missing from the metadata", name)
             if name in self._longest:
                 _check_longest(name, value, self._longest[name])
-                continue
-            pieces = value if is_pieces(value) else (joined(value),)
-            dtype, dims, trailing, rows = buffer.dtype, buffer.ndim, buffer.shape[1:], 0
-            for piece in pieces:
-                shape = piece.shape
-                if piece.dtype != dtype or len(shape) != dims or shape[1:] != trailing:
-                    _say_what_differs(name, piece, buffer)
-                rows += shape[0]
-            if rows > len(buffer):
-                raise NotCapturable(
-                    f"{name} has more rows than its buffer", f"{rows} > {len(buffer)}"
-                )
+            else:
+                _check_rows(name, value if is_pieces(value) else (joined(value),), buffer)
 
     def load(self, values: Mapping[str, Exact | None]) -> None:
         """Write values into the buffers and pad their tails.
@@ -113,6 +104,19 @@ class CapturedBudget:
                 fill_host(staged, value, self.memory.pads[name])
                 del left[name]
         arena.send()
+
+
+def _check_rows(name: str, pieces: Iterable[torch.Tensor], buffer: torch.Tensor) -> None:
+    # Plain loops over attributes read once: this runs for each item of each replay.
+    dtype, shape = buffer.dtype, buffer.shape
+    dims, trailing, rows = len(shape), shape[1:], 0
+    for piece in pieces:
+        size = piece.shape
+        if piece.dtype != dtype or len(size) != dims or size[1:] != trailing:
+            _say_what_differs(name, piece, buffer)
+        rows += size[0]
+    if rows > shape[0]:
+        raise NotCapturable(f"{name} has more rows than its buffer", f"{rows} > {shape[0]}")
 
 
 def _say_what_differs(name: str, piece: torch.Tensor, buffer: torch.Tensor) -> NoReturn:

@@ -15,6 +15,7 @@ to ``clear``, in the pool handed in each time.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -159,10 +160,16 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
             except Exception as error:
                 self._survive(error, f"capturing token budget {budget}")
                 self.left_out.setdefault(brief(error), []).append(budget)
-                self.backend.give_back()  # before the next one is tried
+                self._drop_failed()  # before the next one is tried
                 # torch may refuse the old one from now on.
                 self.graph_pool = self.backend.new_pool()
         self.captured = dict(sorted(self.captured.items()))
+
+    def _drop_failed(self) -> None:
+        """Give back what a failed capture held. Its traceback may hold it in a cycle; collecting
+        takes half a second in a process with vLLM, so it is not done where nothing failed."""
+        gc.collect()
+        self.backend.give_back()
 
     def _capture(self, budget: int) -> CapturedBudget:
         capacity = self.model.vit_declared.capacity(budget, self.settings.limits)
@@ -268,6 +275,7 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
         except Exception as error:
             self._survive(error, f"timing token budget {budget}")
             self.left_out.setdefault(brief(error), []).append(budget)
+            self._drop_failed()
             return False
         finally:
             self.graph_pool, self._pixels, self._outputs = pool, None, None
@@ -288,6 +296,7 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
         except Exception as error:
             self._survive(error, "timing the graphs")
             logger.warning("Encoder CUDA graphs are not timed: %s", brief(error))
+            self._drop_failed()
         self.backend.give_back()  # before the runner looks how much memory graphs take
         costs = costs or CostLines.modelled(captured)
         if self._shares_weights():

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real CUDA graphs."""
 
-import gc
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -67,7 +66,6 @@ class CudaBackend:
 
     def give_back(self) -> None:
         """See :class:`vllm.vit_cudagraph.graphs.GraphBackend`."""
-        gc.collect()  # no cover: needs a GPU
         torch.cuda.empty_cache()  # no cover: needs a GPU
 
 
