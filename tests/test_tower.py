@@ -294,6 +294,13 @@ def test_batch_invariant_mode_keeps_its_own_kernels(monkeypatch: pytest.MonkeyPa
     assert not padded(build("qwen3_vl")[0])
 
 
+def test_without_a_tower_nothing_is_done() -> None:
+    """As where a process has none."""
+    config = models.make_config("qwen2_5_vl")
+    assert tower.install(None, config) == 0
+    tower.clear_padding(None)
+
+
 class OtherMethod(UnquantizedLinearMethod):
     """Stands for quantised layers."""
 

@@ -20,6 +20,7 @@ _MANAGER = "vllm.v1.worker.encoder_cudagraph:EncoderCudaGraphManager"
 _PROTOCOL = "vllm.model_executor.models.interfaces:SupportsEncoderCudaGraph"
 _DEFS = "vllm.v1.worker.encoder_cudagraph_defs"
 _ATTENTION = "vllm.model_executor.layers.attention.mm_encoder_attention:MMEncoderAttention"
+_LINEAR = "vllm.model_executor.layers.linear"
 _LAZY = "vllm.model_executor.models.registry:_LazyRegisteredModel"
 
 SIGNATURES: dict[str, str] = {
@@ -60,6 +61,11 @@ SIGNATURES: dict[str, str] = {
     f"{_ATTENTION}.maybe_recompute_cu_seqlens": (
         "attn_backend cu_seqlens hidden_size tp_size device fp8_padded_hidden_size"
     ),
+    f"{_LINEAR}:UnquantizedLinearMethod.apply": "self layer x bias",
+    f"{_LINEAR}:UnquantizedLinearMethod.process_weights_after_loading": "self layer",
+    f"{_LINEAR}:ColumnParallelLinear.forward": "self input_",
+    f"{_LINEAR}:RowParallelLinear.forward": "self input_",
+    "vllm.model_executor.layers.activation:SiluAndMul.forward_native": "x",
     "vllm.utils.torch_utils:current_stream": "",
     "vllm.distributed:get_pp_group": "",
     "vllm.distributed:get_tensor_model_parallel_world_size": "",

@@ -141,13 +141,13 @@ def install(tower: Any, vllm_config: Any) -> int:
     """Change the layers of a tower that was built and whose weights are not loaded yet.
 
     Args:
-        tower: Any module.
+        tower: A module; where there is none, nothing is done.
         vllm_config: Says whether it is wanted (``settings.tower_work``).
 
     Returns:
         How many MLPs were changed.
     """
-    if not _wanted(vllm_config):
+    if not isinstance(tower, nn.Module) or not _wanted(vllm_config):
         return 0
     fuse_attention(tower)
     changed = [mlp for mlp in _mlps(tower) if _align(mlp)]
@@ -164,7 +164,7 @@ def install(tower: Any, vllm_config: Any) -> int:
 
 def clear_padding(tower: Any) -> None:
     """After weights were loaded: see :meth:`PaddedLinear.clear_padding`."""
-    for module in tower.modules():
+    for module in tower.modules() if isinstance(tower, nn.Module) else ():
         method = getattr(module, "quant_method", None)
         if isinstance(method, PaddedLinear):
             method.clear_padding()
@@ -199,7 +199,7 @@ def _align(mlp: _MLP) -> bool:
     """Pad one MLP, if its rows are misaligned and it is of a kind that stays right."""
     width, itemsize = mlp.width, mlp.down.weight.element_size()
     plain = all(type(layer.quant_method) is UnquantizedLinearMethod for layer in (mlp.up, mlp.down))
-    if not plain or width * itemsize % ROW_BYTES == 0:
+    if not plain or mlp.down.weight.is_meta or width * itemsize % ROW_BYTES == 0:
         return False
     if mlp.up.gather_output or not mlp.down.input_is_parallel:
         return False
@@ -224,8 +224,6 @@ def _next_multiple(width: int) -> int:
 
 def _keeps_zero(act: Any, like: torch.Tensor) -> bool:
     """Whether an activation gives 0 for 0, element by element, so that padding stays 0."""
-    if like.is_meta:
-        return False
     zeros = like.new_zeros(1, 3)
     with torch.no_grad():
         given = act(zeros)
