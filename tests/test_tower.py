@@ -278,9 +278,10 @@ def load_slices(mlp: Any, full: dict[str, torch.Tensor]) -> None:
     [
         {"compilation_config": {"cudagraph_mm_encoder": False}},
         {"enable_lora": True, "enable_tower_connector_lora": True},
+        {"load_format": "sharded_state"},
         OFF,
     ],
-    ids=["graphs are off", "tower LoRA", "switched off"],
+    ids=["graphs are off", "tower LoRA", "loaded flat", "switched off"],
 )
 def test_where_it_is_not_wanted_nothing_changes(engine: Any) -> None:
     config = models.make_config("qwen2_5_vl", vision=MISALIGNED["qwen2_5_vl"], **engine)
@@ -312,6 +313,29 @@ def test_layers_of_another_kind_are_left_alone() -> None:
     mlp.linear_fc1.quant_method = OtherMethod.__new__(OtherMethod)
     config.additional_config = {}
     assert tower.install(mlp, config) == 0
+    del mlp.linear_fc1.weight  # as quantised layers are, which have packed ones
+    assert tower.install(mlp, config) == 0
+
+
+def test_weights_that_were_offloaded_stay_where_they_are() -> None:
+    with unchanged_linears():
+        model, config = build("qwen3_vl", **OFF)
+    mlp = model.visual.blocks[0].mlp
+    config.additional_config = {}
+    mlp.linear_fc2.weight._vllm_is_uva_offloaded = True
+    assert tower.install(mlp, config) == 0
+    del mlp.linear_fc2.weight._vllm_is_uva_offloaded
+    assert tower.install(mlp, config) == 1
+
+
+def test_a_failure_costs_the_faster_layers_alone(vllm_log: list[Any]) -> None:
+    broken = mock.patch.object(tower, "_align", side_effect=RuntimeError("planted"))
+    with broken:
+        model, _ = build("qwen3_vl")
+    assert not padded(model)
+    assert [r.message for r in vllm_log if r.levelname == "WARNING" and "planted" in r.message] == [
+        "Vision tower: upstream's layers stay as they are: RuntimeError: planted"
+    ]
 
 
 @pytest.mark.parametrize("act", [lambda x: x.softmax(-1), torch.cos, lambda x: x[..., :1]])

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from vllm.triton_utils import HAS_TRITON
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.vit_cudagraph.window_kernels import LARGEST_WINDOW, rotated, window_attention
 
@@ -54,7 +55,7 @@ class FusedVisionAttention(nn.Module):
         if not self._made_for(x, cos):
             return self._replaced[0](x, cu_seqlens, cos, sin, max_seqlen, sequence_lengths)
         qkv, _ = self.qkv(x)
-        rows, cos, sin = qkv.flatten(0, 1), cos.contiguous(), sin.contiguous()
+        rows, cos, sin = (part.contiguous() for part in (qkv.flatten(0, 1), cos, sin))
         if self._are_windows(cu_seqlens, max_seqlen):
             context = self._empty(rows)
             window_attention(
@@ -76,7 +77,8 @@ class FusedVisionAttention(nn.Module):
 
     def _made_for(self, x: torch.Tensor, cos: torch.Tensor | None) -> bool:
         return (
-            x.is_cuda
+            HAS_TRITON
+            and x.is_cuda
             and x.dtype in _DTYPES
             and x.shape[1] == 1
             and cos is not None

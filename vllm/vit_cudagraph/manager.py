@@ -160,14 +160,16 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
             except Exception as error:
                 self._survive(error, f"capturing token budget {budget}")
                 self.left_out.setdefault(brief(error), []).append(budget)
+            if budget not in self.captured:
                 self._drop_failed()  # before the next one is tried
                 # torch may refuse the old one from now on.
                 self.graph_pool = self.backend.new_pool()
         self.captured = dict(sorted(self.captured.items()))
 
     def _drop_failed(self) -> None:
-        """Give back what a failed capture held. Its traceback may hold it in a cycle; collecting
-        takes half a second in a process with vLLM, so it is not done where nothing failed."""
+        """Give back what a failed capture held; after its ``except``, whose traceback holds it too,
+        and with a collection, since it may lie in a cycle. That takes half a second in a process
+        with vLLM, so it is not done where nothing failed."""
         gc.collect()
         self.backend.give_back()
 
@@ -265,7 +267,7 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
     def _wins(self, budget: int) -> bool:
         """Capture one graph for a moment and time it against an eager run of as many tokens. What
         cannot be captured, for lack of memory too, does not win, and is reported as left out."""
-        bench, pool = self._bench(), self.graph_pool
+        bench, pool, failed = self._bench(), self.graph_pool, False
         try:
             self.graph_pool = self.backend.new_pool()
             replay = bench.replay_ms(self._capture(budget))
@@ -275,11 +277,13 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
         except Exception as error:
             self._survive(error, f"timing token budget {budget}")
             self.left_out.setdefault(brief(error), []).append(budget)
-            self._drop_failed()
-            return False
+            failed = True
         finally:
             self.graph_pool, self._pixels, self._outputs = pool, None, None
-            self.backend.give_back()
+            if not failed:
+                self.backend.give_back()
+        self._drop_failed()
+        return False
 
     def _known_costs(self) -> CostLines:
         """Measured once a model for the graphs that were captured; modelled where nothing can be
@@ -288,7 +292,7 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
         captured = list(self.captured)
         if known is not None and {budget for budget, _ in known.replay_ms}.issuperset(captured):
             return known
-        costs = None
+        costs, failed = None, False
         try:
             if captured and self._may_time():
                 _, most = self.model.get_encoder_cudagraph_budget_range(self.vllm_config)
@@ -296,7 +300,9 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
         except Exception as error:
             self._survive(error, "timing the graphs")
             logger.warning("Encoder CUDA graphs are not timed: %s", brief(error))
-            self._drop_failed()
+            failed = True
+        if failed:
+            gc.collect()
         self.backend.give_back()  # before the runner looks how much memory graphs take
         costs = costs or CostLines.modelled(captured)
         if self._shares_weights():

@@ -101,11 +101,11 @@ class SizedCache(Generic[K, V]):
     """Least-recently-used cache, bounded in bytes.
 
     Args:
-        size: Bytes of a value.
+        size: Bytes of a key and its value.
         max_bytes: Of all values; the least recently used goes first. A value above it is not kept.
     """
 
-    def __init__(self, size: Callable[[V], int], max_bytes: int) -> None:
+    def __init__(self, size: Callable[[K, V], int], max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.bytes = 0
         self._size = size
@@ -117,13 +117,12 @@ class SizedCache(Generic[K, V]):
             self._entries.move_to_end(key)
             return entry
         entry = make(key)
-        size = self._size(entry)
+        size = self._size(key, entry)
         if size <= self.max_bytes:
             self._entries[key] = entry
             self.bytes += size
         while self.bytes > self.max_bytes:
-            _, dropped = self._entries.popitem(last=False)
-            self.bytes -= self._size(dropped)
+            self.bytes -= self._size(*self._entries.popitem(last=False))
         return entry
 
     def clear(self) -> None:
@@ -135,7 +134,7 @@ class RowCache(SizedCache[Grid, dict[str, torch.Tensor]]):
     """Rows that depend on one grid alone."""
 
     def __init__(self, max_bytes: int = CACHE_BYTES) -> None:
-        super().__init__(_nbytes, max_bytes)
+        super().__init__(lambda _, rows: _nbytes(rows), max_bytes)
 
 
 def _nbytes(entry: Mapping[str, torch.Tensor]) -> int:
@@ -149,9 +148,15 @@ _ARRAY_OVERHEAD = 256
 """Bytes that an array takes besides its numbers, its share of the key and of the cache included."""
 
 
-def _array_bytes(arrays: HostArrays) -> int:
+_GRID_BYTES = 128
+"""What a grid of a key takes: a tuple and three numbers."""
+
+
+def _array_bytes(key: Any, arrays: HostArrays) -> int:
+    """Of a grid, or of a layout and the grids of a batch, and what it stands for."""
+    grids = len(key[1]) if isinstance(key[1], tuple) else 1
     kept = [array for array in arrays.values() if array is not None]
-    return sum(array.nbytes + _ARRAY_OVERHEAD for array in kept)
+    return grids * _GRID_BYTES + sum(array.nbytes + _ARRAY_OVERHEAD for array in kept)
 
 
 def _host_cache() -> SizedCache[Any, HostArrays]:

@@ -30,6 +30,7 @@ from vllm.model_executor.layers.linear import (
     UnquantizedLinearMethod,
 )
 from vllm.vit_cudagraph.attention import install as fuse_attention
+from vllm.vit_cudagraph.failures import brief
 from vllm.vit_cudagraph.gated import silu_and_mul
 from vllm.vit_cudagraph.settings import tower_work
 
@@ -40,6 +41,9 @@ ROW_BYTES = 16
 
 PADDED_TO = 32
 """Elements to whose next multiple a width is padded where its rows are not aligned."""
+
+_LOADS_FLAT = ("sharded_state", "runai_streamer_sharded", "tensorizer")
+"""Load formats that want parameters without gaps between their rows."""
 
 _NAMES = (
     ("gate_up_proj", "act_fn", "down_proj"),
@@ -146,11 +150,18 @@ def install(tower: Any, vllm_config: Any) -> int:
 
     Returns:
         How many MLPs were changed.
+
+    Raises:
+        ValueError: The setting is malformed. Anything else costs the faster layers, not the server.
     """
     if not isinstance(tower, nn.Module) or not _wanted(vllm_config):
         return 0
-    fuse_attention(tower)
-    changed = [mlp for mlp in _mlps(tower) if _align(mlp)]
+    try:
+        fuse_attention(tower)
+        changed = [mlp for mlp in _mlps(tower) if _align(mlp)]
+    except Exception as error:
+        logger.warning("Vision tower: upstream's layers stay as they are: %s", brief(error))
+        return 0
     if changed:
         widths = sorted({mlp.width for mlp in changed})
         logger.info_once(
@@ -174,6 +185,8 @@ def _wanted(vllm_config: Any) -> bool:
     """Where encoder graphs are asked for, and nothing else has plans for the same layers."""
     lora = vllm_config.lora_config
     compilation = vllm_config.compilation_config
+    if vllm_config.load_config.load_format in _LOADS_FLAT:
+        return False
     return (
         compilation.cudagraph_mm_encoder
         and tower_work(vllm_config)
@@ -197,9 +210,10 @@ def _mlps(tower: Any) -> Iterator[_MLP]:
 
 def _align(mlp: _MLP) -> bool:
     """Pad one MLP, if its rows are misaligned and it is of a kind that stays right."""
+    if not all(map(_is_plain, (mlp.up, mlp.down))):
+        return False
     width, itemsize = mlp.width, mlp.down.weight.element_size()
-    plain = all(type(layer.quant_method) is UnquantizedLinearMethod for layer in (mlp.up, mlp.down))
-    if not plain or mlp.down.weight.is_meta or width * itemsize % ROW_BYTES == 0:
+    if width * itemsize % ROW_BYTES == 0:
         return False
     if mlp.up.gather_output or not mlp.down.input_is_parallel:
         return False
@@ -216,6 +230,14 @@ def _align(mlp: _MLP) -> bool:
     mlp.up.quant_method = PaddedLinear(mlp.up, outputs=outputs)
     mlp.down.quant_method = PaddedLinear(mlp.down, inputs=padded)
     return True
+
+
+def _is_plain(layer: Any) -> bool:
+    """Not quantised (such a layer may have no ``weight`` at all), and its weights lie here."""
+    if type(layer.quant_method) is not UnquantizedLinearMethod or layer.weight.is_meta:
+        return False
+    # Set by vLLM's offloading of weights to the host: they are to stay there.
+    return not any(hasattr(p, "_vllm_is_uva_offloaded") for p in layer.parameters())
 
 
 def _next_multiple(width: int) -> int:

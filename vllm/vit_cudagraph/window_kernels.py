@@ -78,7 +78,7 @@ def window_attention(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _rotate(  # type: ignore[no-untyped-def] # no cover: needs a GPU
     qkv,
     out,
@@ -100,7 +100,7 @@ def _rotate(  # type: ignore[no-untyped-def] # no cover: needs a GPU
     b = tl.load(read + half, mask=here, other=0.0).to(tl.float32)
     c = tl.load(cos + row * half + column, mask=column < half, other=0.0).to(tl.float32)
     s = tl.load(sin + row * half + column, mask=column < half, other=0.0).to(tl.float32)
-    first = (head // heads) * rows * heads * size
+    first = (head // heads).to(tl.int64) * rows * heads * size
     write = out + first + row * (heads * size) + (head % heads) * size + column
     tl.store(write, (a * c - b * s).to(out.dtype.element_ty), mask=here)
     tl.store(write + half, (a * s + b * c).to(out.dtype.element_ty), mask=here)
