@@ -79,7 +79,7 @@ def window_attention(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _rotate(  # type: ignore[no-untyped-def] # no cover: needs a GPU
+def _rotate(  # type: ignore[no-untyped-def]
     qkv,
     out,
     cos,
@@ -107,7 +107,7 @@ def _rotate(  # type: ignore[no-untyped-def] # no cover: needs a GPU
 
 
 @triton.jit
-def _attend(  # type: ignore[no-untyped-def] # no cover: needs a GPU
+def _attend(  # type: ignore[no-untyped-def]
     qkv,
     cos,
     sin,
