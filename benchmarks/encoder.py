@@ -40,12 +40,8 @@ from typing import Any
 
 import towers_full_size
 from encoder_report import plot, print_report
+from engine_check import TOLERANCE, relative
 from traces import TRACES, Trace, read_trace
-
-TOLERANCE = 3e-2
-"""Relative error against `eager`; see ``engine_check.py``."""
-
-WAYS = ("eager", "again", "stock", "tower", "ours", "exact")
 
 
 @dataclass
@@ -252,11 +248,6 @@ class Bench:
         end.record()
         self._wait()
         return float(begin.elapsed_time(end))
-
-
-def relative(actual: Any, expected: Any) -> float:
-    difference = (actual.float() - expected.float()).norm()
-    return float(difference / expected.float().norm())
 
 
 def limits(options: argparse.Namespace) -> dict[str, int]:

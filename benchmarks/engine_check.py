@@ -38,7 +38,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from towers_full_size import make_folder
+from towers_full_size import make_folder, same_weights
 
 TOLERANCE = 3e-2
 """Relative error, norm of the difference over norm of the eager embeddings. bf16 keeps 8 bits, so
@@ -51,16 +51,8 @@ NAMES = ["astronaut", "rocket", "chelsea", "hubble", "retina", "motorcycle", "co
 
 
 def fill_weights(worker: Any) -> None:
-    """Random weights of a size that keeps activations finite, in place: graphs read them there."""
-    import torch
-
-    generator = torch.Generator(device="cuda").manual_seed(0)
-    with torch.no_grad():
-        for name, weight in worker.model_runner.get_model().named_parameters():
-            if weight.dim() > 1:
-                weight.normal_(0.0, 0.02, generator=generator)
-            else:
-                weight.fill_(0.0 if name.endswith("bias") else 1.0)
+    """Random weights, in place: graphs read them there."""
+    same_weights(worker.model_runner.get_model())
 
 
 def manager_of(worker: Any) -> Any:

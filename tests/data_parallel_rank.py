@@ -24,13 +24,12 @@ from unittest import mock
 
 import managers
 import torch
+from gloo import join
 from safetensors.torch import load_file
 
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import (
     get_tp_group,
-    init_distributed_environment,
-    initialize_model_parallel,
 )
 from vllm.model_executor.models import registry
 from vllm.v1.worker import encoder_cudagraph
@@ -231,21 +230,6 @@ class Reports(managers.DearEager):
         }
 
 
-def join(rank: int, world: int, folder: Path) -> None:
-    # Names that differ: vLLM then takes gloo in place of shared memory, in which a rank would wait
-    # for ever for one that has gone.
-    os.environ["VLLM_DIST_IDENT"] = f"rank-{rank}"
-    init_distributed_environment(
-        world_size=world,
-        rank=rank,
-        distributed_init_method=f"file://{folder / 'rendezvous'}",
-        local_rank=rank,
-        backend="gloo",
-        timeout=timedelta(seconds=START_LIMIT_S),
-    )
-    initialize_model_parallel(world, 1)
-
-
 def make_manager(family: str, config: VllmConfig, model: Any) -> Reports:
     manager = managers.make_manager(
         family, budgets=BUDGETS, items=8, of=model, base=config, manager_class=Reports
@@ -309,7 +293,7 @@ def main(rank: int, world: int, folder: Path) -> None:
         config.parallel_config.rank = rank
         with set_current_vllm_config(config):
             if not reports:
-                join(rank, world, folder)
+                join(rank, world, folder, timedelta(seconds=START_LIMIT_S))
             reports[family] = run_family(family, config, rank, world)
     manager = [report.pop("manager") for report in reports.values()][-1]
     torch.save(reports, folder / f"rank-{rank}.pt")

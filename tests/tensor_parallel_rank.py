@@ -18,12 +18,11 @@ from unittest import mock
 
 import managers
 import torch
+from gloo import join
 
 from vllm.config import set_current_vllm_config
 from vllm.distributed import (
     get_tp_group,
-    init_distributed_environment,
-    initialize_model_parallel,
 )
 from vllm.vit_cudagraph.graphs.recorded import RecordedBackend, RecordedGraph
 from vllm.vit_cudagraph.manager import EncoderGraphManager
@@ -50,21 +49,6 @@ class LeavesCosts(EncoderGraphManager):
         )
         with of:
             return super()._known_costs()
-
-
-def join(rank: int, world: int, folder: Path) -> None:
-    # Names that differ: vLLM then takes gloo in place of shared memory, in which a rank would wait
-    # for ever for one that has gone.
-    os.environ["VLLM_DIST_IDENT"] = f"rank-{rank}"
-    init_distributed_environment(
-        world_size=world,
-        rank=rank,
-        distributed_init_method=f"file://{folder / 'rendezvous'}",
-        local_rank=rank,
-        backend="gloo",
-    )
-    initialize_model_parallel(world, 1)
-    get_tp_group().use_custom_op_call = True  # as on a GPU
 
 
 # -- what goes wrong on one rank -------------------------------------------------------------------
@@ -122,6 +106,7 @@ def main(family: str, case: str, rank: int, world: int, folder: Path) -> None:
     config = models.make_config(folder / "model", tensor_parallel_size=world)
     with set_current_vllm_config(config):
         join(rank, world, folder)
+        get_tp_group().use_custom_op_call = True  # as on a GPU
     model = models.build_model(config, fill=models.load_weights(config))
     manager = managers.make_manager(
         family,

@@ -19,6 +19,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from vllm.utils.math_utils import round_up
+
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 HostRows = npt.NDArray[np.signedinteger]
 
@@ -45,7 +47,7 @@ class HostArena:
         places, size = {}, 0
         for name, (shape, dtype) in shapes.items():
             places[name] = size
-            size += _rounded_up(prod(shape) * dtype.itemsize, _ALIGNMENT)
+            size += round_up(prod(shape) * dtype.itemsize, _ALIGNMENT)
         on_gpu = device.type == "cuda"
         self._device = torch.zeros(size, dtype=torch.uint8, device=device)
 
@@ -107,7 +109,7 @@ class FlatArena:
     def __init__(self, shapes: Shapes, device: torch.device) -> None:
         (dtype,) = {dtype for _, dtype in shapes.values()}
         step = max(1, _ALIGNMENT // dtype.itemsize)
-        self._sizes = {name: _rounded_up(prod(shape), step) for name, (shape, _) in shapes.items()}
+        self._sizes = {name: round_up(prod(shape), step) for name, (shape, _) in shapes.items()}
         self._flat = torch.zeros(sum(self._sizes.values()), dtype=dtype, device=device)
         self._zeros = torch.zeros(max(self._sizes.values()), dtype=dtype, device=device)
         pieces = self._flat.split(list(self._sizes.values()))
@@ -131,10 +133,6 @@ class FlatArena:
             if used < size:
                 parts.append(self._zeros[: size - used])
         torch.cat(parts, out=self._flat)
-
-
-def _rounded_up(size: int, step: int) -> int:
-    return -(-size // step) * step
 
 
 def fill_host(staged: HostRows, exact: HostRows, pad: str) -> None:

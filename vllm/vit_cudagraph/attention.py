@@ -56,7 +56,7 @@ class FusedVisionAttention(nn.Module):
             return self._replaced[0](x, cu_seqlens, cos, sin, max_seqlen, sequence_lengths)
         qkv, _ = self.qkv(x)
         rows, cos, sin = (part.contiguous() for part in (qkv.flatten(0, 1), cos, sin))
-        if self._are_windows(cu_seqlens, max_seqlen):
+        if self._are_windows(max_seqlen):
             context = self._empty(rows)
             window_attention(
                 rows, cos, sin, cu_seqlens, context, self.heads, self.size, self.attn.scale
@@ -85,7 +85,7 @@ class FusedVisionAttention(nn.Module):
             and cos.shape == (x.shape[0], self.size // 2)
         )
 
-    def _are_windows(self, cu_seqlens: torch.Tensor, max_seqlen: torch.Tensor | None) -> bool:
+    def _are_windows(self, max_seqlen: torch.Tensor | None) -> bool:
         """From the bound that a graph bakes: what is replayed is never longer."""
         layer = self.attn
         if max_seqlen is None or max_seqlen.device.type != "cpu":

@@ -93,6 +93,7 @@ PRESENT = (
     "vllm.v1.attention.backends.registry:AttentionBackendEnum.FLASHINFER",
     "vllm.v1.attention.backends.registry:AttentionBackendEnum.ROCM_AITER_FA",
     "vllm.utils.torch_utils:async_tensor_h2d",
+    "vllm.utils.math_utils:round_up",
 )
 """Pieces that are used by name."""
 

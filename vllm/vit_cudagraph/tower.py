@@ -29,6 +29,7 @@ from vllm.model_executor.layers.linear import (
     RowParallelLinear,
     UnquantizedLinearMethod,
 )
+from vllm.utils.math_utils import round_up
 from vllm.vit_cudagraph.attention import install as fuse_attention
 from vllm.vit_cudagraph.failures import brief
 from vllm.vit_cudagraph.gated import silu_and_mul
@@ -185,10 +186,9 @@ def _wanted(vllm_config: Any) -> bool:
     """Where encoder graphs are asked for, and nothing else has plans for the same layers."""
     lora = vllm_config.lora_config
     compilation = vllm_config.compilation_config
-    if vllm_config.load_config.load_format in _LOADS_FLAT:
-        return False
     return (
         compilation.cudagraph_mm_encoder
+        and vllm_config.load_config.load_format not in _LOADS_FLAT
         and tower_work(vllm_config)
         and vllm_config.device_config.device_type in ("cuda", "cpu")
         and vllm_config.kernel_config.linear_backend == "auto"
@@ -217,12 +217,12 @@ def _align(mlp: _MLP) -> bool:
         return False
     if mlp.up.gather_output or not mlp.down.input_is_parallel:
         return False
-    padded = _next_multiple(width)
+    padded = round_up(width, PADDED_TO)
     if mlp.gated:
         if type(mlp.act) is not SiluAndMul:
             return False
         setattr(mlp.module, mlp.act_name, AlignedSiluAndMul(width, padded))
-        outputs = _next_multiple(2 * width)
+        outputs = round_up(2 * width, PADDED_TO)
     else:
         if not _keeps_zero(mlp.act, mlp.up.weight):
             return False
@@ -238,10 +238,6 @@ def _is_plain(layer: Any) -> bool:
         return False
     # Set by vLLM's offloading of weights to the host: they are to stay there.
     return not any(hasattr(p, "_vllm_is_uva_offloaded") for p in layer.parameters())
-
-
-def _next_multiple(width: int) -> int:
-    return -(-width // PADDED_TO) * PADDED_TO
 
 
 def _keeps_zero(act: Any, like: torch.Tensor) -> bool:
