@@ -61,7 +61,7 @@ def test_experts_are_stored_as_published_checkpoints_store_them(tmp_path: Path) 
 def test_unknown_family_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="set it to one of qwen2_vl, qwen2_5_vl") as refusal:
         checkpoints.make_checkpoint("qwen9_vl", tmp_path)
-    assert "add it to FAMILIES in vllm/vit_cudagraph/testing/checkpoints.py" in str(refusal.value)
+    assert "a module of that name to vllm/vit_cudagraph/testing/families" in str(refusal.value)
 
 
 def test_command_line_writes_a_checkpoint(

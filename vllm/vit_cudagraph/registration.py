@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import vllm
 from vllm.logger import init_logger
@@ -15,13 +16,35 @@ logger = init_logger(__name__)
 _OURS = "vllm.vit_cudagraph.models"
 _UPSTREAM = "vllm.model_executor.models"
 
-MODELS: dict[str, tuple[str, str]] = {
-    "Qwen2VLForConditionalGeneration": ("qwen2_vl", "qwen2_vl"),
-    "Qwen2_5_VLForConditionalGeneration": ("qwen2_5_vl", "qwen2_5_vl"),
-    "Qwen3VLForConditionalGeneration": ("qwen3_vl", "qwen3_vl"),
-    "Qwen3VLMoeForConditionalGeneration": ("qwen3_vl", "qwen3_vl_moe"),
+
+class Served(NamedTuple):
+    """Where an architecture's classes are.
+
+    Attributes:
+        module: Ours, in ``vllm.vit_cudagraph.models``.
+        upstream: vLLM's: a name in ``vllm.model_executor.models``, or one that starts with
+            ``vllm.``.
+        class_name: Of both classes; the architecture's own name if empty.
+    """
+
+    module: str
+    upstream: str
+    class_name: str = ""
+
+    @property
+    def upstream_module(self) -> str:
+        dotted = self.upstream.startswith("vllm.")
+        return self.upstream if dotted else f"{_UPSTREAM}.{self.upstream}"
+
+
+MODELS: dict[str, Served] = {
+    "Qwen2VLForConditionalGeneration": Served("qwen2_vl", "qwen2_vl"),
+    "Qwen2_5_VLForConditionalGeneration": Served("qwen2_5_vl", "qwen2_5_vl"),
+    "Qwen3VLForConditionalGeneration": Served("qwen3_vl", "qwen3_vl"),
+    "Qwen3VLMoeForConditionalGeneration": Served("qwen3_vl", "qwen3_vl_moe"),
 }
-"""Architecture (the class name, ours and upstream's), our module of it, upstream's module."""
+"""By architecture, as a checkpoint's configuration names it. One that the installed vLLM does not
+know is left out."""
 
 
 @dataclass(frozen=True)
@@ -36,22 +59,22 @@ class LazyModel(_LazyRegisteredModel):
     upstream_module: str = ""
 
     def _get_modelinfo_module_hash(self, model_path: Path) -> str:
-        file = f"{self.upstream_module.rpartition('.')[2]}.py"
-        upstream = Path(vllm.__path__[0], "model_executor", "models", file)
+        module = Path(vllm.__path__[0], *self.upstream_module.split(".")[1:])
+        upstream = module / "__init__.py" if module.is_dir() else module.with_suffix(".py")
         file_hash = _LazyRegisteredModel._get_modelinfo_module_hash
         return "-".join([file_hash(model_path), file_hash(upstream), vllm.__version__])
 
 
 def register_models() -> None:
     """Replace upstream's entries by ours; an entry that somebody else replaced is left alone."""
-    for architecture, (module, upstream_module) in MODELS.items():
+    for architecture, served in MODELS.items():
         entry = ModelRegistry.models.get(architecture)
-        if isinstance(entry, LazyModel):
+        if entry is None or isinstance(entry, LazyModel):
             continue
-        stock = _LazyRegisteredModel(f"{_UPSTREAM}.{upstream_module}", architecture)
-        if entry != stock:
+        class_name = served.class_name or architecture
+        if entry != _LazyRegisteredModel(served.upstream_module, class_name):
             logger.debug("%s is not upstream's own class here; left as it is", architecture)
             continue
         ModelRegistry.models[architecture] = LazyModel(
-            f"{_OURS}.{module}", architecture, f"{_UPSTREAM}.{upstream_module}"
+            f"{_OURS}.{served.module}", class_name, served.upstream_module
         )

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import math
+import pkgutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -87,15 +89,19 @@ def make_checkpoint(family: str, path: str | Path, *, seed: int = 0, shallow: bo
 
     The same family and seed always give the same weights. With `shallow` the tower has two layers,
     one of each kind, for tests that run it many thousand times. Raises ValueError for a family that
-    is not in `FAMILIES`. Takes about a second once transformers is imported.
+    is neither in `FAMILIES` nor in `families()`. Takes about a second, transformers apart.
     """
-    if family not in FAMILIES:
+    if family not in FAMILIES + families():
         raise ValueError(
-            f"family={family!r} is unknown; set it to one of {', '.join(FAMILIES)} "
-            "(or add it to FAMILIES in vllm/vit_cudagraph/testing/checkpoints.py)"
+            f"family={family!r} is unknown; set it to one of {', '.join(FAMILIES + families())} "
+            "(or add a module of that name to vllm/vit_cudagraph/testing/families)"
         )
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
+    if family not in FAMILIES:
+        module = importlib.import_module(f"vllm.vit_cudagraph.testing.families.{family}")
+        module.make(path, seed)
+        return path
     tokenizer = _tokenizer()
     model = _model(family, tokenizer, SHALLOW[family] if shallow else {})
     _fill_weights(model, tokenizer, seed)
@@ -105,6 +111,12 @@ def make_checkpoint(family: str, path: str | Path, *, seed: int = 0, shallow: bo
         _transpose_experts(path / "model.safetensors")
     _processor(family, tokenizer).save_pretrained(path)
     return path
+
+
+def families() -> tuple[str, ...]:
+    """Names of the further families: one module each in ``testing/families``."""
+    folder = Path(__file__).parent / "families"
+    return tuple(sorted(m.name for m in pkgutil.iter_modules([str(folder)]) if m.name[0] != "_"))
 
 
 def _transpose_experts(path: Path) -> None:
@@ -292,7 +304,7 @@ def _processor(family: str, tokenizer: Any) -> Any:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line: write a checkpoint of a family into a folder and name that folder."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("family", choices=FAMILIES)
+    parser.add_argument("family", choices=FAMILIES + families())
     parser.add_argument("folder", type=Path, help="made if it is not there")
     parser.add_argument("--seed", type=int, default=0, help="of the random weights")
     options = parser.parse_args(arguments)

@@ -61,11 +61,14 @@ class EncoderGraphConformance:
         history_settings: What is captured again and again in histories.
         variants: Gives a strategy of other configurations of the family, each of which
             :meth:`make_variant` takes; or None.
+        share: Of the examples that a property is worth in continuous integration; for models that
+            share most of what is tested with another.
     """
 
     settings: ClassVar[GraphSettings] = GraphSettings((6, 16, 40), items=8)
     history_settings: ClassVar[GraphSettings] = GraphSettings((8, 32), items=8)
     variants: ClassVar[Callable[..., st.SearchStrategy[Any]] | None] = None
+    share: ClassVar[float] = 1.0
 
     @staticmethod
     def make_model() -> Subject:
@@ -239,7 +242,7 @@ class Property:
         test.__module__ = cls.__module__
         test.__doc__ = self.check.__doc__
         drawn = given(case=self.strategy(cls()))(test)
-        return pytest.mark.fuzz(examples(self.examples)(drawn))
+        return pytest.mark.fuzz(examples(max(1, round(self.examples * cls.share)))(drawn))
 
 
 def failure(suite: EncoderGraphConformance, name: str, cases: int = 150) -> Mismatch | None:

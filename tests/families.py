@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every further family is held to: the conformance suite, and its real processor's inputs."""
+
+import importlib
+from functools import cache
+from typing import Any, ClassVar
+
+import torch
+
+from vllm.config import VllmConfig
+from vllm.vit_cudagraph.testing import models, processed
+from vllm.vit_cudagraph.testing.conformance import EncoderGraphConformance
+from vllm.vit_cudagraph.testing.strategies import Batch, GraphSettings
+from vllm.vit_cudagraph.testing.subject import Subject, check_batch
+from vllm.vit_cudagraph.testing.subject import make_kwargs as usual_kwargs
+
+
+@cache
+def family_config(family: str) -> VllmConfig:
+    module = importlib.import_module(f"vllm.vit_cudagraph.testing.families.{family}")
+    return models.make_config(family, **getattr(module, "ENGINE", {}))
+
+
+@cache
+def family_subject(family: str) -> Subject:
+    module = importlib.import_module(f"vllm.vit_cudagraph.testing.families.{family}")
+    config = family_config(family)
+    make = getattr(module(family), "make_kwargs", usual_kwargs)
+    return Subject(models.build_model(config), config, make_kwargs=make)
+
+
+class FamilyConformance(EncoderGraphConformance):
+    """The suite for one family of ``testing/families``, by its name.
+
+    Planted faults try the suite itself, which the four Qwen classes have done.
+    """
+
+    family: ClassVar[str]
+    share = 0.15
+    real_settings: ClassVar[GraphSettings] = GraphSettings((64, 256, 512), items=8)
+    test_planted_fault = None  # type: ignore[assignment]
+
+    @classmethod
+    def make_model(cls) -> Subject:
+        return family_subject(cls.family)
+
+    def test_real_inputs(self) -> None:
+        """Photographs and clips through the family's processor: graphs equal the eager path."""
+        subject = self.subject()
+        manager = self.new_manager(self.real_settings)
+        for modality in subject.geometry.modalities:
+            mm_kwargs = getattr(processed, f"{modality}_kwargs")(subject.config)
+            grids = subject.model.vit_inputs(mm_kwargs).grids
+            before = manager.replays
+            batch = Batch(modality, grids, 0)
+            outputs = check_batch(subject, manager, batch, mm_kwargs=mm_kwargs)
+            assert manager.replays > before
+            assert all(torch.isfinite(rows).all() for rows in outputs)
+            assert [len(rows) for rows in outputs] == self.expected_rows(mm_kwargs, grids)
+
+    def expected_rows(self, mm_kwargs: dict[str, Any], grids: Any) -> list[int]:
+        """Rows of each item, by the processor rather than the geometry where they may differ."""
+        return [self.subject().geometry.output_tokens(grid) for grid in grids]
