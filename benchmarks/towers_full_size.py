@@ -71,6 +71,17 @@ _TEXT: dict[str, dict[str, Any]] = {
 }
 _TEXT["qwen2_vl"] = _TEXT["qwen2_5_vl"]
 
+TEXT_7B: dict[str, Any] = {
+    "hidden_size": 3584,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "intermediate_size": 18944,
+    "vocab_size": 152064,
+    "rope_parameters": _TEXT["qwen2_5_vl"]["rope_parameters"],
+}
+"""``text_config`` of Qwen2.5-VL-7B, as published."""
+
 _CLASSES = {
     "qwen2_vl": "qwen2_vl:Qwen2VLForConditionalGeneration",
     "qwen2_5_vl": "qwen2_5_vl:Qwen2_5_VLForConditionalGeneration",
@@ -101,6 +112,7 @@ def make_folder(
     config["text_config"] |= text or _TEXT[family]
     config["text_config"].pop("layer_types", None)  # one entry a layer; derived when absent
     (folder / "config.json").write_text(json.dumps(config))
+    _fill_vocabulary(folder / "tokenizer.json", config["text_config"]["vocab_size"])
     cell = cell_pixels(family)
     for name in ("preprocessor_config.json", "processor_config.json"):
         if (folder / name).exists():
@@ -109,6 +121,16 @@ def make_folder(
             image["size"] = {"shortest_edge": 4 * cell**2, "longest_edge": cell**2 * 4096}
             (folder / name).write_text(json.dumps(settings))
     return folder
+
+
+def _fill_vocabulary(path: Path, size: int) -> None:
+    """A word for each further number, so that whatever random weights answer can be written."""
+    tokenizer = json.loads(path.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    special = [token["id"] for token in tokenizer["added_tokens"]]
+    first = max([*vocabulary.values(), *special]) + 1
+    vocabulary |= {f"x{number}": number for number in range(first, size)}
+    path.write_text(json.dumps(tokenizer))
 
 
 def cell_pixels(family: str) -> int:

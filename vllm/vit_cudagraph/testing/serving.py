@@ -158,6 +158,7 @@ class Server:
         worker_cls: the value of `--worker-cls`, or None to leave it out.
         limits: the value of `--limit-mm-per-prompt`.
         arguments: further command line arguments.
+        defaults: command line arguments in place of those that suit tiny models on a CPU.
         env: environment variables on top of this process's own.
         log_path: file that takes the server's output; by default a temporary one.
         timeout: seconds that the server may take to come up.
@@ -171,6 +172,7 @@ class Server:
         worker_cls: str | None = None,
         limits: Mapping[str, int] | None = None,
         arguments: Sequence[str] = (),
+        defaults: Sequence[str] = _ARGUMENTS,
         env: Mapping[str, str] | None = None,
         log_path: str | Path | None = None,
         timeout: float = 240.0,
@@ -183,9 +185,9 @@ class Server:
         if env is None or "VLLM_PLUGINS" not in env:
             # The caller's choice, not that of the shell which happens to run it.
             self._env.pop("VLLM_PLUGINS", None)
-        self._command = [str(Path(sys.executable).with_name("vllm")), "serve", str(model)]
+        self._command = [*_vllm(), "serve", str(model)]
         self._command += [f"--port={self.port}", "--host=127.0.0.1"]
-        self._command += [f"--served-model-name={MODEL_NAME}", *_ARGUMENTS]
+        self._command += [f"--served-model-name={MODEL_NAME}", *defaults]
         self._command.append(f"--limit-mm-per-prompt={json.dumps(dict(limits or _LIMITS))}")
         if compilation_config is not None:
             self._command.append(f"--compilation-config={json.dumps(dict(compilation_config))}")
@@ -323,6 +325,11 @@ class Server:
                         totals[name] = totals.get(name, 0.0) + sample.value
             return totals
 
+    def worker_rpc(self, method: str) -> list[Any]:
+        """Call a method of each worker; needs `VLLM_SERVER_DEV_MODE=1` in `env`."""
+        results: list[Any] = self._post("/collective_rpc", {"method": method})["results"]
+        return results
+
     def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         url = f"http://127.0.0.1:{self.port}{path}"
         try:
@@ -348,6 +355,14 @@ class Server:
         lines = self.log().splitlines()
         earlier, last = lines[:-_LOG_TAIL_LINES], lines[-_LOG_TAIL_LINES:]
         return "\n".join([*filter(_ERROR_LINE.search, earlier), *last])
+
+
+def _vllm() -> list[str]:
+    """The command `vllm`: the script of this environment, or its module where there is none."""
+    script = Path(sys.executable).with_name("vllm")
+    if script.is_file():
+        return [str(script)]
+    return [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 
 
 def _open(url: str, data: bytes | None, timeout: float) -> Any:
