@@ -20,6 +20,7 @@ MODELS = Path(__file__).resolve().parents[2] / "vllm" / "vit_cudagraph" / "model
 LIMIT = 20
 WHOLE_TOWERS = {
     "OpenPanguVLForConditionalGeneration": 60,
+    "Ovis2_5": 70,
 }
 """Limits of classes whose tower makes its metadata inside its own forward: its loop over blocks is
 among their hooks."""

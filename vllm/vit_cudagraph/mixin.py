@@ -125,56 +125,54 @@ class WindowedViTCudaGraphMixin:
         width = getattr(self.vit_tower(), "out_hidden_size", None)
         return width or self.model_config.get_inputs_embeds_size()
 
+    def vit_keys(self, modality: str) -> tuple[str, str]:
+        """Names of a modality's pixels and grids in ``mm_kwargs``."""
+        suffix = "" if modality == "image" else f"_{modality}s"
+        return f"pixel_values{suffix}", f"{modality}_grid_thw"
+
     def vit_inputs(self, mm_kwargs: Mapping[str, Any]) -> ViTInputs:
-        """Find the modality, the pixel rows and the grids in one modality's ``mm_kwargs``.
+        """Find the modality, the pixel rows and the grids in one modality's ``mm_kwargs``. Pixels
+        may come in one tensor an item, stacked where all have one size.
 
         Raises:
             NotCapturable: No pixels (precomputed embeddings), or no grids.
         """
-        named = [
-            m for m in self.vit_declared.modalities if mm_kwargs.get(f"{m}_grid_thw") is not None
-        ]
+        keys = {m: self.vit_keys(m) for m in self.vit_declared.modalities}
+        named = [m for m in keys if mm_kwargs.get(keys[m][1]) is not None]
         if len(named) > 1:
             raise NotCapturable("more than one modality in a batch", ", ".join(named))
         if not named:
             raise NotCapturable(MALFORMED, f"no grids among {sorted(mm_kwargs)}")
         (modality,) = named
-        suffix = "" if modality == "image" else f"_{modality}s"
-        keys = (f"pixel_values{suffix}", f"{modality}_grid_thw")
-        return self.vit_inputs_of(mm_kwargs, modality, keys)
-
-    def vit_inputs_of(
-        self, mm_kwargs: Mapping[str, Any], modality: str, keys: tuple[str, str]
-    ) -> ViTInputs:
-        """Inputs under these names; pixels may come in one tensor an item.
-
-        Raises:
-            NotCapturable: No pixels (precomputed embeddings), or grids of another shape.
-        """
-        pixels, grids = (mm_kwargs.get(key) for key in keys)
+        pixels, grids = (mm_kwargs.get(key) for key in keys[modality])
         if pixels is None:
-            raise NotCapturable("precomputed embeddings", f"no {keys[0]}")
+            raise NotCapturable("precomputed embeddings", f"no {keys[modality][0]}")
         if self._vit_one_each(pixels):
-            pixels = torch.cat(list(pixels))
-        return ViTInputs(modality, pixels, _host_grids(grids), keys)
+            stacked = isinstance(pixels, torch.Tensor)
+            pixels = pixels.flatten(0, 1) if stacked else torch.cat(list(pixels))
+        return ViTInputs(modality, pixels, _host_grids(grids), keys[modality])
 
     def _vit_one_each(self, pixels: Any) -> bool:
-        """Whether pixels come in one tensor an item, or stacked where all have one size."""
+        """Whether pixels come in one tensor an item."""
         if isinstance(pixels, torch.Tensor):
             return pixels.ndim == len(self.vit_declared.pixel_row) + 2
         return isinstance(pixels, (list, tuple)) and len(pixels) > 0
 
     def vit_repack(self, mm_kwargs: Mapping[str, Any], items: Sequence[int]) -> dict[str, Any]:
-        """The same kwargs for some items, in that order: pixels as they came, and grids."""
+        """The same kwargs for some items, in that order: pixels and grids, in the form they have
+        there."""
         inputs = self.vit_inputs(mm_kwargs)
-        chosen = {inputs.keys[1]: [inputs.grids[i] for i in items]}
-        given = mm_kwargs[inputs.keys[0]]
-        if self._vit_one_each(given):
-            return {inputs.keys[0]: [given[i] for i in items], **chosen}
-        # Neighbours in order are one slice: nothing is copied.
-        pieces = replace(inputs, pixels=given).pieces(self.vit_ends(inputs.grids), items)
-        pixels = pieces[0] if len(pieces) == 1 else torch.cat(pieces or [given[:0]])
-        return {inputs.keys[0]: pixels, **chosen}
+        pixels, grids = (mm_kwargs[key] for key in inputs.keys)
+        chosen: Any = [inputs.grids[i] for i in items]
+        if isinstance(grids, torch.Tensor) and grids.ndim == 3:
+            chosen = torch.tensor(chosen, dtype=grids.dtype)[:, None]
+        if self._vit_one_each(pixels):
+            rows: Any = of_items(pixels, items)
+        else:
+            # Neighbours in order are one slice: nothing is copied.
+            pieces = replace(inputs, pixels=pixels).pieces(self.vit_ends(inputs.grids), items)
+            rows = pieces[0] if len(pieces) == 1 else torch.cat(pieces or [pixels[:0]])
+        return dict(zip(inputs.keys, (rows, chosen), strict=True))
 
     def vit_capturable(self, grid: Grid) -> bool:
         """Whether one item may go through a graph at all."""
@@ -430,6 +428,12 @@ class WindowedViTCudaGraphMixin:
                 f"{maker} of {type(self).__name__} gave {rows} rows where vit_geometry() and the "
                 f"grids ask for {expected}"
             )
+
+
+def of_items(field: Any, items: Sequence[int]) -> Any:
+    """A batched field's values for some items: stacked where they are, else in a list."""
+    chosen = [field[i] for i in items]
+    return torch.stack(chosen) if isinstance(field, torch.Tensor) else chosen
 
 
 def _host_grids(grids: Any) -> list[Grid]:

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from vllm.vit_cudagraph.testing import checkpoints
 
@@ -20,16 +20,26 @@ _CODE = "remote"
 
 
 class NestedConfig(PreTrainedConfig):
-    """Entries as they are; parts such as ``vision_config`` are configurations themselves."""
+    """Entries as they are; parts such as ``vision_config`` are configurations themselves, of
+    transformers' own class where it knows their ``model_type``."""
 
     def __init__(self, **entries: Any) -> None:
         for name, entry in entries.items():
             if name.endswith("_config") and isinstance(entry, dict):
-                entries[name] = PreTrainedConfig(**entry)
+                entries[name] = _part(dict(entry))
         super().__init__(**entries)
 
 
-def write(path: Path, tokenizer: Any, config: dict[str, Any], processor: type) -> None:
+def _part(entries: dict[str, Any]) -> PreTrainedConfig:
+    model_type = entries.get("model_type")
+    if model_type in CONFIG_MAPPING:
+        return AutoConfig.for_model(entries.pop("model_type"), **entries)
+    part = PreTrainedConfig(**entries)
+    part.model_type = model_type or ""
+    return part
+
+
+def write(path: Path, tokenizer: Any, config: dict[str, Any], processor: type | None) -> None:
     """The folder of a checkpoint without weights.
 
     Args:
@@ -37,17 +47,13 @@ def write(path: Path, tokenizer: Any, config: dict[str, Any], processor: type) -
         tokenizer: Is saved.
         config: Entries of the configuration, ``architectures`` among them.
         processor: Class of the processor, whose module can be imported; it is made by its own
-            ``from_pretrained``.
+            ``from_pretrained``. None where an installed one is saved beside.
     """
     tokenizer.save_pretrained(path)
-    code = {
-        "AutoConfig": f"{_CODE}.{NestedConfig.__name__}",
-        "AutoProcessor": f"{_CODE}.{processor.__name__}",
-    }
-    imports = [NestedConfig, processor]
-    (path / f"{_CODE}.py").write_text(
-        "".join(f"from {kind.__module__} import {kind.__name__}\n" for kind in imports)
-    )
+    kinds = {"AutoConfig": NestedConfig} | ({"AutoProcessor": processor} if processor else {})
+    code = {auto: f"{_CODE}.{kind.__name__}" for auto, kind in kinds.items()}
+    lines = [f"from {kind.__module__} import {kind.__name__}\n" for kind in kinds.values()]
+    (path / f"{_CODE}.py").write_text("".join(lines))
     common = {
         "auto_map": code,
         "dtype": "float32",
@@ -55,8 +61,9 @@ def write(path: Path, tokenizer: Any, config: dict[str, Any], processor: type) -
         "eos_token_id": tokenizer.eos_token_id,
     }
     (path / "config.json").write_text(json.dumps(common | config, indent=2))
-    named = {"auto_map": code, "processor_class": processor.__name__}
-    (path / "processor_config.json").write_text(json.dumps(named, indent=2))
+    if processor:
+        named = {"auto_map": code, "processor_class": processor.__name__}
+        (path / "processor_config.json").write_text(json.dumps(named, indent=2))
 
 
 def text(vocab_size: int) -> dict[str, Any]:
