@@ -208,6 +208,11 @@ class WindowedViTCudaGraphMixin:
         """Work of the whole batch, once, over all items in order, with the runner's kwargs."""
         return outputs
 
+    def vit_items(self, inputs: ViTInputs, mm_kwargs: Mapping[str, Any]) -> list[int]:
+        """How many grids each item of the runner's has. More than one goes with a
+        :meth:`vit_finish` that joins them."""
+        return [1] * len(inputs.grids)
+
     def vit_prunes(self) -> bool:
         """Whether :meth:`vit_finish` does the model's video pruning (see ``pruning.py``). Where it
         does not, nothing is captured while pruning is on."""

@@ -1,0 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PaddleOCR-VL: images, stretched positions, a projector over patches that come row by row."""
+
+from families import FamilyConformance
+
+
+class TestPaddleOCRVL(FamilyConformance):
+    family = "paddleocr_vl"
