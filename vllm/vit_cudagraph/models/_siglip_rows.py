@@ -3,7 +3,7 @@
 square table of positions is stretched over each frame, and ``mlp_AR`` merges after the tower."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import torch
 
@@ -22,9 +22,6 @@ from vllm.vit_cudagraph.positions import interpolated, resized_rows, table_rows
 class SiglipRowsMixin(WindowedViTCudaGraphMixin):
     """Hooks for a tower ``visual.vision_model`` and a projector ``mlp_AR``."""
 
-    vit_sequences: ClassVar[Literal["frame", "item"]] = "item"
-    vit_modalities: ClassVar[tuple[str, ...]] = ("image", "video")
-
     mlp_AR: Any
 
     def vit_modules(self) -> Sequence[Any]:
@@ -40,8 +37,7 @@ class SiglipRowsMixin(WindowedViTCudaGraphMixin):
             | table_rows()
             | merge_rows("merge_order")
             | offset_rows("sequences", "cu_seqlens", "max_seqlen"),
-            sequences=self.vit_sequences,
-            modalities=self.vit_modalities,
+            sequences="item",
             pixel_row_shape=(embeddings.config.num_channels, size, size),
         )
 

@@ -2,11 +2,13 @@
 """Keye-VL 1.5: full attention within each frame; a video may have frames of several sizes."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from vllm.model_executor.models import keye_vl1_5
+from vllm.vit_cudagraph.geometry import ViTGeometry
 from vllm.vit_cudagraph.mixin import ViTInputs
 from vllm.vit_cudagraph.models._siglip_rows import KeyeMixin
 
@@ -15,15 +17,14 @@ class KeyeVL1_5ForConditionalGeneration(KeyeMixin, keye_vl1_5.KeyeVL1_5ForCondit
     """A grid is some frames of one size, and goes through a graph by itself; those of one video
     are joined at the end."""
 
-    vit_sequences = "frame"
+    def vit_geometry(self) -> ViTGeometry:
+        return replace(super().vit_geometry(), sequences="frame")
 
     def vit_repack(self, mm_kwargs: Mapping[str, Any], items: Sequence[int]) -> dict[str, Any]:
         chosen = super().vit_repack(mm_kwargs, items)
-        if mm_kwargs.get("num_frames") is None:
-            return chosen
         # Each grid as a video of its own.
-        frames = [grid[0] for grid in self.vit_inputs(chosen).grids]
-        return {**chosen, "num_frames": torch.tensor(frames)}
+        frames = torch.tensor([grid[0] for grid in self.vit_inputs(chosen).grids])
+        return {**chosen, "num_frames": frames} if "num_frames" in mm_kwargs else chosen
 
     def vit_items(self, inputs: ViTInputs, mm_kwargs: Mapping[str, Any]) -> list[int]:
         frames = mm_kwargs.get("num_frames")

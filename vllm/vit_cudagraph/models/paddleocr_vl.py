@@ -2,18 +2,19 @@
 """PaddleOCR-VL: images, full attention within each."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from vllm.model_executor.models import paddleocr_vl
+from vllm.vit_cudagraph.geometry import ViTGeometry
 from vllm.vit_cudagraph.models._siglip_rows import SiglipRowsMixin
 
 
-class PaddleOCRVLForConditionalGeneration(
-    SiglipRowsMixin, paddleocr_vl.PaddleOCRVLForConditionalGeneration
-):
-    vit_modalities = ("image",)
+class _PaddleOCRTower(SiglipRowsMixin):
+    def vit_geometry(self) -> ViTGeometry:
+        return replace(super().vit_geometry(), modalities=("image",))
 
     def vit_layers(
         self, layers: Any, x: torch.Tensor, metadata: Mapping[str, torch.Tensor | None]
@@ -22,3 +23,9 @@ class PaddleOCRVLForConditionalGeneration(
         for layer in layers:
             x = layer(x, **{name: metadata[ours] for name, ours in names.items()})
         return x
+
+
+class PaddleOCRVLForConditionalGeneration(
+    _PaddleOCRTower, paddleocr_vl.PaddleOCRVLForConditionalGeneration
+):
+    pass
