@@ -5,16 +5,17 @@ from typing import Any
 
 import torch
 from families import FamilyConformance
+from test_lengths import TakesLongest
 
 from vllm.vit_cudagraph.testing.oracles import assert_close
 from vllm.vit_cudagraph.testing.strategies import Batch
 
 
-class TestKeye(FamilyConformance):
+class TestKeye(TakesLongest, FamilyConformance):
     family = "keye"
 
 
-class TestKeyeVL1_5(FamilyConformance):
+class TestKeyeVL1_5(TakesLongest, FamilyConformance):
     family = "keye_vl1_5"
 
     def expected_rows(self, mm_kwargs: dict[str, Any], grids: Any) -> list[int]:

@@ -8,6 +8,7 @@ from unittest import mock
 
 import torch
 from families import FamilyConformance
+from test_lengths import TakesLongest
 
 from vllm.model_executor.models import openpangu_vl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -23,7 +24,7 @@ def buildable() -> Iterator[None]:
         yield
 
 
-class TestOpenPanguVL(FamilyConformance):
+class TestOpenPanguVL(TakesLongest, FamilyConformance):
     family = "openpangu_vl"
 
     @classmethod

@@ -4,11 +4,12 @@
 from typing import Any
 
 from families import FamilyConformance
+from test_lengths import TakesLongest
 
 from vllm.vit_cudagraph.testing.strategies import GraphSettings
 
 
-class TestOvis2_5(FamilyConformance):
+class TestOvis2_5(TakesLongest, FamilyConformance):
     family = "ovis2_5"
     # The processor enlarges a picture to 448 x 448 pixels, and so each frame of a clip.
     real_settings = GraphSettings((256, 1024), items=8)

@@ -2,7 +2,8 @@
 """PaddleOCR-VL: images, stretched positions, a projector over patches that come row by row."""
 
 from families import FamilyConformance
+from test_lengths import TakesLongest
 
 
-class TestPaddleOCRVL(FamilyConformance):
+class TestPaddleOCRVL(TakesLongest, FamilyConformance):
     family = "paddleocr_vl"
