@@ -156,7 +156,8 @@ class WindowedViTCudaGraphMixin:
         """Whether pixels come in one tensor an item."""
         if isinstance(pixels, torch.Tensor):
             return pixels.ndim == len(self.vit_declared.pixel_row) + 2
-        return isinstance(pixels, (list, tuple)) and len(pixels) > 0
+        tensors = isinstance(pixels, (list, tuple)) and len(pixels) > 0
+        return tensors and all(isinstance(one, torch.Tensor) for one in pixels)
 
     def vit_repack(self, mm_kwargs: Mapping[str, Any], items: Sequence[int]) -> dict[str, Any]:
         """The same kwargs for some items, in that order: pixels and grids, in the form they have
