@@ -53,7 +53,7 @@ def test_modality() -> None:
     ("change", "says"),
     [
         ({"image_grid_thw": None}, "no grids among"),
-        ({"pixel_values": [torch.zeros(16, 1176)]}, "pixel_values is not one tensor"),
+        ({"pixel_values": ["a picture"]}, "pixel_values is not one tensor"),
     ],
     ids=["no grids", "a list of pixels"],
 )
@@ -63,6 +63,19 @@ def test_input_that_no_step_is_made_of(change: dict[str, Any], says: str) -> Non
     with pytest.raises(NotCapturable, match=says) as refused:
         served.prepare_encoder_cudagraph_replay_buffers(kwargs, 1, 1)
     assert refused.value.reason == MALFORMED
+
+
+def test_pixels_in_one_tensor_an_item() -> None:
+    """In a list, or stacked where all have one size; repacked they keep that form."""
+    served = managers.model("qwen2_5_vl")
+    kwargs = managers.batch(served, [[1, 4, 4], [1, 4, 4]])
+    whole = kwargs["pixel_values"]
+    for each in (list(whole.split(16)), whole.unflatten(0, (2, 16))):
+        given = kwargs | {"pixel_values": each}
+        assert torch.equal(served.vit_checked_inputs(given).pixels, whole)
+        last = served.vit_repack(given, [1])
+        assert type(last["pixel_values"]) is type(each)
+        assert torch.equal(served.vit_checked_inputs(last).pixels, whole[16:])
 
 
 def test_a_model_without_geometry_is_named() -> None:

@@ -372,7 +372,8 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
             return []
         try:
             outputs = self._execute_ranks(mm_kwargs, inputs)
-            return _checked(self.model.vit_finish(outputs, mm_kwargs), len(inputs.grids))
+            items = len(self.model.vit_items(inputs, mm_kwargs))
+            return _checked(self.model.vit_finish(outputs, mm_kwargs), items)
         except Exception as error:
             self._survive(error, "running the vision tower", alone=False)
             self._count_eager("an error outside the graphs", len(inputs.grids), brief(error))

@@ -13,16 +13,15 @@ The eager path and the graph path are the same calls, with and without padding::
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import torch
 
 from vllm.distributed.parallel_state import is_global_first_rank
 from vllm.logger import init_logger
-from vllm.model_executor.models.interfaces import SupportsEncoderCudaGraph
 from vllm.v1.worker.encoder_cudagraph_defs import (
     EncoderCudaGraphCaptureInputs,
     EncoderCudaGraphConfig,
@@ -43,7 +42,7 @@ from vllm.vit_cudagraph.geometry import (
 )
 from vllm.vit_cudagraph.metadata import Exact, MetadataBuilder, fill, pad_of
 from vllm.vit_cudagraph.planning import MIN_TOKEN_BUDGET
-from vllm.vit_cudagraph.tower import clear_padding, install
+from vllm.vit_cudagraph.tower import clear_padding, complete, install
 
 logger = init_logger(__name__)
 
@@ -80,12 +79,19 @@ class ViTInputs:
         return [self.pixels[ends[start] : ends[stop]] for start, stop in runs]
 
 
-class WindowedViTCudaGraphMixin(SupportsEncoderCudaGraph):
+class WindowedViTCudaGraphMixin:
     """Encoder CUDA graphs for any tower that declares its geometry.
 
-    Put it in front of the model's bases. The model holds its tower as ``self.visual`` (or overrides
-    :meth:`vit_tower`) and its ``model_config``, as vLLM's models do.
+    It has all of vLLM's protocol ``SupportsEncoderCudaGraph`` without inheriting from it: before a
+    model whose own bases lack the protocol it would come first, and its ``__init__``, which calls
+    no other, would take the place of the model's.
+
+    Put it in front of the model's bases. The model holds its tower as ``self.visual``, or overrides
+    :meth:`vit_tower`.
     """
+
+    supports_encoder_cudagraph: ClassVar[Literal[True]] = True
+    visual: Any
 
     def __init__(self, *, vllm_config: Any = None, prefix: str | None = None) -> None:
         # A model's own default for the prefix is left to it.
@@ -95,6 +101,9 @@ class WindowedViTCudaGraphMixin(SupportsEncoderCudaGraph):
         if never:
             logger.warning("Encoder CUDA graphs are off: %s", never)
         if vllm_config:
+            if not hasattr(self, "model_config"):  # most models keep it, not all
+                self.model_config = vllm_config.model_config
+            complete(self.vit_tower())
             install(self.vit_tower(), vllm_config)
 
     # -- hooks ---------------------------------------------------------------------------------
@@ -107,34 +116,64 @@ class WindowedViTCudaGraphMixin(SupportsEncoderCudaGraph):
         """The vision tower."""
         return self.visual
 
+    def vit_modules(self) -> Sequence[Any]:
+        """Modules that :meth:`vit_forward` runs: graphs read their weights."""
+        return (self.vit_tower(),)
+
+    def vit_output_width(self) -> int:
+        """Width of the final embeddings."""
+        width = getattr(self.vit_tower(), "out_hidden_size", None)
+        return width or self.model_config.get_inputs_embeds_size()
+
+    def vit_keys(self, modality: str) -> tuple[str, str]:
+        """Names of a modality's pixels and grids in ``mm_kwargs``."""
+        suffix = "" if modality == "image" else f"_{modality}s"
+        return f"pixel_values{suffix}", f"{modality}_grid_thw"
+
     def vit_inputs(self, mm_kwargs: Mapping[str, Any]) -> ViTInputs:
-        """Find the modality, the pixel rows and the grids in one modality's ``mm_kwargs``.
+        """Find the modality, the pixel rows and the grids in one modality's ``mm_kwargs``. Pixels
+        may come in one tensor an item, stacked where all have one size.
 
         Raises:
             NotCapturable: No pixels (precomputed embeddings), or no grids.
         """
-        named = [
-            m for m in self.vit_declared.modalities if mm_kwargs.get(f"{m}_grid_thw") is not None
-        ]
+        keys = {m: self.vit_keys(m) for m in self.vit_declared.modalities}
+        named = [m for m in keys if mm_kwargs.get(keys[m][1]) is not None]
         if len(named) > 1:
             raise NotCapturable("more than one modality in a batch", ", ".join(named))
         if not named:
             raise NotCapturable(MALFORMED, f"no grids among {sorted(mm_kwargs)}")
         (modality,) = named
-        suffix = "" if modality == "image" else f"_{modality}s"
-        keys = (f"pixel_values{suffix}", f"{modality}_grid_thw")
-        if mm_kwargs.get(keys[0]) is None:
-            raise NotCapturable("precomputed embeddings", f"no {keys[0]}")
-        return ViTInputs(modality, mm_kwargs[keys[0]], _host_grids(mm_kwargs[keys[1]]), keys)
+        pixels, grids = (mm_kwargs.get(key) for key in keys[modality])
+        if pixels is None:
+            raise NotCapturable("precomputed embeddings", f"no {keys[modality][0]}")
+        if self._vit_one_each(pixels):
+            stacked = isinstance(pixels, torch.Tensor)
+            pixels = pixels.flatten(0, 1) if stacked else torch.cat(list(pixels))
+        return ViTInputs(modality, pixels, _host_grids(grids), keys[modality])
+
+    def _vit_one_each(self, pixels: Any) -> bool:
+        """Whether pixels come in one tensor an item."""
+        if isinstance(pixels, torch.Tensor):
+            return pixels.ndim == len(self.vit_declared.pixel_row) + 2
+        tensors = isinstance(pixels, (list, tuple)) and len(pixels) > 0
+        return tensors and all(isinstance(one, torch.Tensor) for one in pixels)
 
     def vit_repack(self, mm_kwargs: Mapping[str, Any], items: Sequence[int]) -> dict[str, Any]:
-        """The same kwargs for some items, in that order: pixels ``[N', *pixel_row]`` and grids."""
+        """The same kwargs for some items, in that order: pixels and grids, in the form they have
+        there."""
         inputs = self.vit_inputs(mm_kwargs)
-        ends = self.vit_ends(inputs.grids)
-        # Neighbours in order are one slice: nothing is copied.
-        pieces = inputs.pieces(ends, items)
-        pixels = pieces[0] if len(pieces) == 1 else torch.cat(pieces or [inputs.pixels[:0]])
-        return {inputs.keys[0]: pixels, inputs.keys[1]: [inputs.grids[i] for i in items]}
+        pixels, grids = (mm_kwargs[key] for key in inputs.keys)
+        chosen: Any = [inputs.grids[i] for i in items]
+        if isinstance(grids, torch.Tensor) and grids.ndim == 3:
+            chosen = torch.tensor(chosen, dtype=grids.dtype)[:, None]
+        if self._vit_one_each(pixels):
+            rows: Any = of_items(pixels, items)
+        else:
+            # Neighbours in order are one slice: nothing is copied.
+            pieces = replace(inputs, pixels=pixels).pieces(self.vit_ends(inputs.grids), items)
+            rows = pieces[0] if len(pieces) == 1 else torch.cat(pieces or [pixels[:0]])
+        return dict(zip(inputs.keys, (rows, chosen), strict=True))
 
     def vit_capturable(self, grid: Grid) -> bool:
         """Whether one item may go through a graph at all."""
@@ -170,6 +209,11 @@ class WindowedViTCudaGraphMixin(SupportsEncoderCudaGraph):
         """Work of the whole batch, once, over all items in order, with the runner's kwargs."""
         return outputs
 
+    def vit_items(self, inputs: ViTInputs, mm_kwargs: Mapping[str, Any]) -> list[int]:
+        """How many grids each item of the runner's has. More than one goes with a
+        :meth:`vit_finish` that joins them."""
+        return [1] * len(inputs.grids)
+
     def vit_prunes(self) -> bool:
         """Whether :meth:`vit_finish` does the model's video pruning (see ``pruning.py``). Where it
         does not, nothing is captured while pruning is on."""
@@ -198,15 +242,17 @@ class WindowedViTCudaGraphMixin(SupportsEncoderCudaGraph):
     def load_weights(self, weights: Any) -> Any:
         """The model's own, counted: a manager then looks whether weights lie where they lay."""
         self.vit_weight_loads = getattr(self, "vit_weight_loads", 0) + 1
-        loaded = super().load_weights(weights)
+        loaded = super().load_weights(weights)  # type: ignore[misc]
         clear_padding(self.vit_tower())
         return loaded
 
     def vit_weight_addresses(self) -> dict[str, int]:
-        """Where the tower's parameters and buffers lie; graphs read them there."""
-        tower = self.vit_tower()
-        tensors = (*tower.named_parameters(), *tower.named_buffers())
-        return {name: tensor.data_ptr() for name, tensor in tensors}
+        """Where parameters and buffers of :meth:`vit_modules` lie; graphs read them there."""
+        return {
+            f"{number}.{name}": tensor.data_ptr()
+            for number, module in enumerate(self.vit_modules())
+            for name, tensor in (*module.named_parameters(), *module.named_buffers())
+        }
 
     def vit_checked_inputs(self, mm_kwargs: Mapping[str, Any]) -> ViTInputs:
         """:meth:`vit_inputs`, with the pixels held against the grids.
@@ -287,7 +333,7 @@ class WindowedViTCudaGraphMixin(SupportsEncoderCudaGraph):
         return EncoderCudaGraphConfig(
             modalities=[m for m in self.vit_declared.modalities if limit(m)],
             buffer_keys=[PIXELS, *self.vit_declared.rows],
-            out_hidden_size=tower.out_hidden_size,
+            out_hidden_size=self.vit_output_width(),
             padding_logics=self._vit_paddings(),
             max_frames_per_video=frames,
         )
@@ -390,9 +436,17 @@ class WindowedViTCudaGraphMixin(SupportsEncoderCudaGraph):
             )
 
 
+def of_items(field: Any, items: Sequence[int]) -> Any:
+    """A batched field's values for some items: stacked where they are, else in a list."""
+    chosen = [field[i] for i in items]
+    return torch.stack(chosen) if isinstance(field, torch.Tensor) else chosen
+
+
 def _host_grids(grids: Any) -> list[Grid]:
     """Grids as tuples of Python numbers; vLLM keeps them on the host (``keep_on_cpu``)."""
     if isinstance(grids, torch.Tensor):
+        if grids.ndim == 3 and grids.shape[1] == 1:
+            grids = grids[:, 0]  # each item's own table of one grid
         if grids.ndim != 2 or grids.shape[1] != 3:
             raise NotCapturable(MALFORMED, f"grids of shape {tuple(grids.shape)}, not (items, 3)")
         grids = grids.tolist()

@@ -42,6 +42,13 @@ MODELS: dict[str, Served] = {
     "Qwen2_5_VLForConditionalGeneration": Served("qwen2_5_vl", "qwen2_5_vl"),
     "Qwen3VLForConditionalGeneration": Served("qwen3_vl", "qwen3_vl"),
     "Qwen3VLMoeForConditionalGeneration": Served("qwen3_vl", "qwen3_vl_moe"),
+    "OpenPanguVLForConditionalGeneration": Served("openpangu_vl", "openpangu_vl"),
+    "KeyeForConditionalGeneration": Served("keye", "keye"),
+    "KeyeVL1_5ForConditionalGeneration": Served("keye_vl1_5", "keye_vl1_5"),
+    "PaddleOCRVLForConditionalGeneration": Served("paddleocr_vl", "paddleocr_vl"),
+    "Ovis2_5": Served("ovis2_5", "ovis2_5"),
+    "Ovis2_6ForCausalLM": Served("ovis2_5", "ovis2_5", "Ovis2_5"),
+    "Ovis2_6_MoeForCausalLM": Served("ovis2_5", "ovis2_5", "Ovis2_5"),
 }
 """By architecture, as a checkpoint's configuration names it. One that the installed vLLM does not
 know is left out."""

@@ -190,7 +190,7 @@ def _what_cannot_be_captured_runs_eagerly(suite: EncoderGraphConformance) -> Non
     pixels = next(
         name
         for name, value in mm_kwargs.items()
-        if value.is_floating_point() or value.dtype == torch.uint8
+        if (one := value[0]).is_floating_point() or one.dtype == torch.uint8
     )
     with torch.inference_mode():
         for wrong in ({pixels: mm_kwargs[pixels][1:]}, {pixels: None}):

@@ -38,6 +38,7 @@ def video_kwargs(config: VllmConfig, frames: Sequence[int] = (4, 2)) -> dict[str
 
 def _kwargs(config: VllmConfig, modality: str, items: list[Any]) -> dict[str, Any]:
     processor = MULTIMODAL_REGISTRY.create_processor(config.model_config)
+    items = items[: processor.info.allowed_mm_limits[modality]]
     text = processor.dummy_inputs.get_dummy_text({modality: len(items)})
     if modality == "video" and processor.info.get_data_parser().video_needs_metadata:
         items = [(clip, _metadata(len(clip))) for clip in items]
