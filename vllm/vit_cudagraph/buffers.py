@@ -13,7 +13,7 @@ from vllm.vit_cudagraph.arena import FlatArena, HostArena
 from vllm.vit_cudagraph.geometry import PIXELS, Capacity, Rows
 from vllm.vit_cudagraph.metadata import MetadataBuilder, joined, pad_of
 
-_HOST_MADE = ("offsets", "lengths", "order", "inverse")
+_HOST_MADE = ("offsets", "lengths", "order", "inverse", "merge")
 
 
 class SharedRows:

@@ -26,7 +26,7 @@ Grid = tuple[int, int, int]
 """One vision item: frames, rows and columns, in patches."""
 
 Kind = Literal["patches", "tokens", "sequences", "windows", "longest"]
-Value = Literal["position", "learned", "order", "inverse", "offsets", "lengths", "longest"]
+Value = Literal["position", "learned", "order", "inverse", "merge", "offsets", "lengths", "longest"]
 Pad = Literal["zero", "last", "identity", "bound"]
 
 _PAD_OF_VALUE: dict[Value, Pad] = {
@@ -34,6 +34,7 @@ _PAD_OF_VALUE: dict[Value, Pad] = {
     "learned": "zero",
     "order": "identity",
     "inverse": "identity",
+    "merge": "identity",
     "offsets": "last",
     "lengths": "zero",
     "longest": "bound",
@@ -74,6 +75,7 @@ class Rows:
         value: What the rows hold, so that the default metadata can be derived: ``position`` rows
             depend on one grid alone and are cached; ``learned`` rows depend on weights as well and
             are never cached; ``order`` and ``inverse`` are the window order of tokens and back;
+            ``merge`` is the order of merged tokens over patches that come row by row;
             ``offsets`` are cumulative lengths in patches (one more than their kind's count).
         covers: For ``lengths`` and ``longest``: the name of the offsets that they belong to.
         tail: How unused rows are filled, where it is not what ``value`` implies.
@@ -103,6 +105,11 @@ def learned_rows(*names: str) -> dict[str, Rows]:
 def window_rows(order: str, inverse: str) -> dict[str, Rows]:
     """Index of tokens in window order, and the index that undoes it."""
     return {order: Rows("tokens", "order"), inverse: Rows("tokens", "inverse")}
+
+
+def merge_rows(name: str) -> dict[str, Rows]:
+    """Index of patches in the order of merged tokens, for a tower whose patches come row by row."""
+    return {name: Rows("patches", "merge")}
 
 
 def offset_rows(
@@ -340,6 +347,13 @@ class ViTGeometry:
         inverse = np.empty_like(order)
         inverse[order] = np.arange(len(order))
         return inverse
+
+    def merge_order(self, grid: Grid) -> npt.NDArray[np.int64]:
+        """The item's patches, which come row by row, in the order of merged tokens: those of one
+        token are neighbours; shape ``[N]``, a permutation of ``0..N-1``."""
+        t, h, w, side = *grid, self.merge_size
+        squares = np.arange(t * h * w).reshape(t, h // side, side, w // side, side)
+        return squares.transpose(0, 1, 3, 2, 4).reshape(-1)
 
     def _window_keys(self, grid: Grid) -> npt.NDArray[np.int64]:
         """Number of the window that each merged token (row by row, frame by frame) lies in.

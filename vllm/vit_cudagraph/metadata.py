@@ -252,6 +252,9 @@ class MetadataBuilder:
                 case "longest":
                     made[name] = layout.longest(offsets[str(row.covers)])
         made.update(self._window_index(grids))
+        for name, row in rows:
+            if row.value == "merge":
+                made[name] = self._joined_index("merge", grids)
         return made
 
     def _offsets(self, row: Rows, grids: Sequence[Grid]) -> Offsets:
@@ -260,12 +263,16 @@ class MetadataBuilder:
         return np.concatenate([np.zeros(1, np.int32), *parts]).cumsum(dtype=np.int32)
 
     def _of_grid(self, grid: Grid) -> dict[str, npt.NDArray[Any]]:
-        """Lengths of one item's sequences and windows, and its window order."""
+        """Lengths of one item's sequences and windows, its window order and its merge order."""
         return self._of_grids.get(grid, self._make_of_grid)  # type: ignore[return-value]
 
     def _make_of_grid(self, grid: Grid) -> HostArrays:
         geometry = self.geometry
-        made = {"sequences": np.asarray(geometry.sequence_lengths(grid), dtype=np.int32)}
+        made: dict[str, npt.NDArray[Any]] = {
+            "sequences": np.asarray(geometry.sequence_lengths(grid), dtype=np.int32)
+        }
+        if any(row.value == "merge" for row in geometry.rows.values()):
+            made["merge"] = geometry.merge_order(grid)
         if geometry.window_side is None:
             return made
         windows = geometry.window_lengths(grid).astype(np.int32)
@@ -292,13 +299,17 @@ class MetadataBuilder:
         named = {row.value: name for name, row in self.geometry.rows.items()}
         if "order" not in named:
             return {}
+        order = self._joined_index("order", grids)
+        return {named["order"]: order, named["inverse"]: self.geometry.inverse_order(order)}
+
+    def _joined_index(self, kind: str, grids: Sequence[Grid]) -> npt.NDArray[np.int64]:
+        """An index of one item's rows for each item, moved past the rows of those before it."""
         parts, first = [], 0
         for grid in grids:
-            order = self._of_grid(grid)["order"]
-            parts.append(order + first)
-            first += len(order)
-        order = np.concatenate(parts)
-        return {named["order"]: order, named["inverse"]: self.geometry.inverse_order(order)}
+            index = self._of_grid(grid)[kind]
+            parts.append(index + first)
+            first += len(index)
+        return np.concatenate(parts)
 
 
 # -- tensors whole and in pieces ---------------------------------------------------------------

@@ -43,7 +43,7 @@ from vllm.vit_cudagraph.geometry import (
 )
 from vllm.vit_cudagraph.metadata import Exact, MetadataBuilder, fill, pad_of
 from vllm.vit_cudagraph.planning import MIN_TOKEN_BUDGET
-from vllm.vit_cudagraph.tower import clear_padding, install
+from vllm.vit_cudagraph.tower import clear_padding, complete, install
 
 logger = init_logger(__name__)
 
@@ -83,8 +83,8 @@ class ViTInputs:
 class WindowedViTCudaGraphMixin(SupportsEncoderCudaGraph):
     """Encoder CUDA graphs for any tower that declares its geometry.
 
-    Put it in front of the model's bases. The model holds its tower as ``self.visual`` (or overrides
-    :meth:`vit_tower`) and its ``model_config``, as vLLM's models do.
+    Put it in front of the model's bases. The model holds its tower as ``self.visual``, or overrides
+    :meth:`vit_tower`.
     """
 
     def __init__(self, *, vllm_config: Any = None, prefix: str | None = None) -> None:
@@ -95,6 +95,9 @@ class WindowedViTCudaGraphMixin(SupportsEncoderCudaGraph):
         if never:
             logger.warning("Encoder CUDA graphs are off: %s", never)
         if vllm_config:
+            if not hasattr(self, "model_config"):  # most models keep it, not all
+                self.model_config = vllm_config.model_config
+            complete(self.vit_tower())
             install(self.vit_tower(), vllm_config)
 
     # -- hooks ---------------------------------------------------------------------------------
@@ -107,34 +110,49 @@ class WindowedViTCudaGraphMixin(SupportsEncoderCudaGraph):
         """The vision tower."""
         return self.visual
 
+    def vit_modules(self) -> Sequence[Any]:
+        """Modules that :meth:`vit_forward` runs: graphs read their weights."""
+        return (self.vit_tower(),)
+
+    def vit_output_width(self) -> int:
+        """Width of the final embeddings."""
+        width = getattr(self.vit_tower(), "out_hidden_size", None)
+        return width or self.model_config.get_inputs_embeds_size()
+
+    def vit_keys(self, modality: str) -> tuple[str, str]:
+        """Names of a modality's pixels and grids in ``mm_kwargs``."""
+        suffix = "" if modality == "image" else f"_{modality}s"
+        return f"pixel_values{suffix}", f"{modality}_grid_thw"
+
     def vit_inputs(self, mm_kwargs: Mapping[str, Any]) -> ViTInputs:
         """Find the modality, the pixel rows and the grids in one modality's ``mm_kwargs``.
 
         Raises:
             NotCapturable: No pixels (precomputed embeddings), or no grids.
         """
-        named = [
-            m for m in self.vit_declared.modalities if mm_kwargs.get(f"{m}_grid_thw") is not None
-        ]
+        keys = {m: self.vit_keys(m) for m in self.vit_declared.modalities}
+        named = [m for m in keys if mm_kwargs.get(keys[m][1]) is not None]
         if len(named) > 1:
             raise NotCapturable("more than one modality in a batch", ", ".join(named))
         if not named:
             raise NotCapturable(MALFORMED, f"no grids among {sorted(mm_kwargs)}")
         (modality,) = named
-        suffix = "" if modality == "image" else f"_{modality}s"
-        keys = (f"pixel_values{suffix}", f"{modality}_grid_thw")
-        if mm_kwargs.get(keys[0]) is None:
-            raise NotCapturable("precomputed embeddings", f"no {keys[0]}")
-        return ViTInputs(modality, mm_kwargs[keys[0]], _host_grids(mm_kwargs[keys[1]]), keys)
+        pixels, grids = (mm_kwargs.get(key) for key in keys[modality])
+        if pixels is None:
+            raise NotCapturable("precomputed embeddings", f"no {keys[modality][0]}")
+        return ViTInputs(modality, pixels, _host_grids(grids), keys[modality])
 
     def vit_repack(self, mm_kwargs: Mapping[str, Any], items: Sequence[int]) -> dict[str, Any]:
-        """The same kwargs for some items, in that order: pixels ``[N', *pixel_row]`` and grids."""
+        """The same kwargs for some items, in that order: pixels ``[N', *pixel_row]`` and grids, of
+        two numbers where they have two there."""
         inputs = self.vit_inputs(mm_kwargs)
         ends = self.vit_ends(inputs.grids)
         # Neighbours in order are one slice: nothing is copied.
         pieces = inputs.pieces(ends, items)
         pixels = pieces[0] if len(pieces) == 1 else torch.cat(pieces or [inputs.pixels[:0]])
-        return {inputs.keys[0]: pixels, inputs.keys[1]: [inputs.grids[i] for i in items]}
+        numbers = len(mm_kwargs[inputs.keys[1]][0]) if inputs.grids else 3
+        grids = [inputs.grids[i][-numbers:] for i in items]
+        return {inputs.keys[0]: pixels, inputs.keys[1]: grids}
 
     def vit_capturable(self, grid: Grid) -> bool:
         """Whether one item may go through a graph at all."""
@@ -153,6 +171,10 @@ class WindowedViTCudaGraphMixin(SupportsEncoderCudaGraph):
     ) -> dict[str, torch.Tensor | None]:
         """Exact and unpadded metadata of some items: what :meth:`vit_forward` reads."""
         return self._vit_builder.build(grids, device)
+
+    def vit_eager(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
+        """What runs without a graph: :meth:`vit_forward` over exact metadata."""
+        return self.vit_forward(pixels, self.vit_metadata(grids, device_of(self.vit_tower())))
 
     def vit_forward(
         self, pixels: torch.Tensor, metadata: dict[str, torch.Tensor | None]
@@ -203,10 +225,12 @@ class WindowedViTCudaGraphMixin(SupportsEncoderCudaGraph):
         return loaded
 
     def vit_weight_addresses(self) -> dict[str, int]:
-        """Where the tower's parameters and buffers lie; graphs read them there."""
-        tower = self.vit_tower()
-        tensors = (*tower.named_parameters(), *tower.named_buffers())
-        return {name: tensor.data_ptr() for name, tensor in tensors}
+        """Where parameters and buffers of :meth:`vit_modules` lie; graphs read them there."""
+        return {
+            f"{number}.{name}": tensor.data_ptr()
+            for number, module in enumerate(self.vit_modules())
+            for name, tensor in (*module.named_parameters(), *module.named_buffers())
+        }
 
     def vit_checked_inputs(self, mm_kwargs: Mapping[str, Any]) -> ViTInputs:
         """:meth:`vit_inputs`, with the pixels held against the grids.
@@ -239,11 +263,10 @@ class WindowedViTCudaGraphMixin(SupportsEncoderCudaGraph):
     ) -> torch.Tensor:
         """Pixel rows ``[patches, *pixel_row]``, all 0, in the dtype that the tower's input norm
         wants."""
-        norm = getattr(self.vit_tower(), "input_norm", None)
         return torch.zeros(
             (patches, *self.vit_declared.pixel_row),
             device=device,
-            dtype=getattr(norm, "input_dtype", None) or dtype,
+            dtype=normed_dtype(self.vit_tower()) or dtype,
         )
 
     def vit_buffers(self, capacity: Capacity, pixels: SharedRows) -> Buffers:
@@ -287,7 +310,7 @@ class WindowedViTCudaGraphMixin(SupportsEncoderCudaGraph):
         return EncoderCudaGraphConfig(
             modalities=[m for m in self.vit_declared.modalities if limit(m)],
             buffer_keys=[PIXELS, *self.vit_declared.rows],
-            out_hidden_size=tower.out_hidden_size,
+            out_hidden_size=self.vit_output_width(),
             padding_logics=self._vit_paddings(),
             max_frames_per_video=frames,
         )
@@ -361,8 +384,7 @@ class WindowedViTCudaGraphMixin(SupportsEncoderCudaGraph):
         self, mm_kwargs: dict[str, Any], path: str = "default"
     ) -> torch.Tensor:
         inputs = self.vit_inputs(mm_kwargs)
-        metadata = self.vit_metadata(inputs.grids, self.vit_tower().device)
-        return self.vit_forward(inputs.pixels, metadata)
+        return self.vit_eager(inputs.pixels, inputs.grids)
 
     def postprocess_encoder_output(
         self,
@@ -390,10 +412,26 @@ class WindowedViTCudaGraphMixin(SupportsEncoderCudaGraph):
             )
 
 
+def device_of(tower: Any) -> torch.device:
+    """Where the tower's weights are."""
+    device = getattr(tower, "device", None)
+    return next(tower.parameters()).device if device is None else device
+
+
+def normed_dtype(tower: Any) -> torch.dtype | None:
+    """Dtype of pixels that the tower, or its patch embedding, normalises itself."""
+    for module in (tower, getattr(tower, "patch_embed", None)):
+        if (dtype := getattr(getattr(module, "input_norm", None), "input_dtype", None)) is not None:
+            return dtype
+    return None
+
+
 def _host_grids(grids: Any) -> list[Grid]:
-    """Grids as tuples of Python numbers; vLLM keeps them on the host (``keep_on_cpu``)."""
+    """Grids as tuples of Python numbers; vLLM keeps them on the host (``keep_on_cpu``). Where an
+    item has rows and columns alone, it is one frame."""
     if isinstance(grids, torch.Tensor):
-        if grids.ndim != 2 or grids.shape[1] != 3:
+        if grids.ndim != 2 or grids.shape[1] not in (2, 3):
             raise NotCapturable(MALFORMED, f"grids of shape {tuple(grids.shape)}, not (items, 3)")
         grids = grids.tolist()
-    return [tuple(int(n) for n in grid) for grid in grids]  # type: ignore[misc]
+    frame = () if grids and len(grids[0]) == 3 else (1,)
+    return [(*frame, *map(int, grid)) for grid in grids]

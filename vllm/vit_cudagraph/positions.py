@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Learned positions that a tower interpolates from a square table.
+"""Learned positions that a tower interpolates from a table.
 
 Which entries a patch takes, and how much of each, depends on its grid alone and is cached. The sum
 itself is part of the forward, so no device work is left around a replay, a change of the table is
@@ -9,6 +9,7 @@ seen at once, and a patch takes 24 bytes of buffers (in 16 bits) instead of a ro
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -112,3 +113,65 @@ def interpolated(table: torch.Tensor, metadata: Mapping[str, torch.Tensor | None
     rows, weights = metadata[TABLE_ROWS], metadata[TABLE_WEIGHTS]
     assert rows is not None and weights is not None
     return torch.nn.functional.embedding_bag(rows, table, mode="sum", per_sample_weights=weights)
+
+
+class ResizedPositionsMixin(WindowedViTCudaGraphMixin):
+    """The mixin of a model whose tower resizes a table of positions to each frame by torch's
+    ``interpolate``.
+
+    The patch embedding has the table as ``pos_emb``, a module with a ``weight`` of
+    ``[height, width, features]`` and an ``interpolation_mode``, and the tower reads the position
+    rows as ``pos_embeds`` in its metadata. Patches come row by row. The model declares
+    :func:`table_rows` among its geometry's rows, and adds its other position rows to
+    :meth:`vit_position_rows`, which gives those of the table alone.
+    """
+
+    def vit_position_rows(self, grid: Grid) -> Mapping[str, Any]:
+        table = self.vit_tower().patch_embed.pos_emb
+        return resized_rows(grid, table.weight, table.interpolation_mode)
+
+    def vit_forward(
+        self, pixels: torch.Tensor, metadata: dict[str, torch.Tensor | None]
+    ) -> torch.Tensor:
+        table = self.vit_tower().patch_embed.pos_emb.weight
+        # In 32 bits, as torch's interpolation computes, and rounded once.
+        positions = interpolated(table.flatten(0, 1).float(), metadata).to(table.dtype)
+        return super().vit_forward(pixels, {**metadata, "pos_embeds": positions})
+
+
+def resized_rows(grid: Grid, table: torch.Tensor, mode: str) -> dict[str, torch.Tensor]:
+    """The table entries that each patch takes when the table is resized to a frame, and how much
+    of each.
+
+    Args:
+        grid: The item's.
+        table: ``[height, width, features]``.
+        mode: Of ``torch.nn.functional.interpolate``, ``bilinear`` or ``bicubic``.
+
+    Returns:
+        Entries, int32, and weights, float32; ``[patches, 4]`` or ``[patches, 16]`` each, row by
+        row, the same for every frame.
+    """
+    frames, height, width = grid
+    (rows, down), (columns, across) = (
+        _taps(patches, side, mode)
+        for patches, side in ((height, table.shape[0]), (width, table.shape[1]))
+    )
+    entries = rows[:, None, :, None] * table.shape[1] + columns[None, :, None, :]
+    weights = down[:, None, :, None] * across[None, :, None, :]
+    taken = {TABLE_ROWS: entries.to(torch.int32), TABLE_WEIGHTS: weights}
+    return {
+        name: async_tensor_h2d(made.reshape(height * width, -1).repeat(frames, 1), table.device)
+        for name, made in taken.items()
+    }
+
+
+@lru_cache(maxsize=1024)
+def _taps(patches: int, side: int, mode: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which of ``side`` entries along an axis each of so many patches takes, and how much of each:
+    what torch makes of unit vectors. Indices and float32, ``[patches, 2 or 4]`` each."""
+    with torch.inference_mode(False), torch.device("cpu"):
+        units = torch.eye(side)[None, :, :, None]
+        shares = torch.nn.functional.interpolate(units, size=(patches, 1), mode=mode)[0, :, :, 0].T
+        entries = shares.abs().topk(min(side, 4 if mode == "bicubic" else 2), dim=1).indices
+        return entries, shares.gather(1, entries)

@@ -24,6 +24,7 @@ from torch.nn import functional as F
 import vllm.envs as envs
 from vllm.logger import init_logger
 from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderAttention
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -172,6 +173,18 @@ def install(tower: Any, vllm_config: Any) -> int:
             PADDED_TO,
         )
     return len(changed)
+
+
+def complete(tower: Any) -> None:
+    """Note at a tower that leaves it to its layers what they know of attention: the backend, and
+    the width that FlashInfer's offsets count in."""
+    modules = tower.modules() if isinstance(tower, nn.Module) else ()
+    layer: Any = next((m for m in modules if isinstance(m, MMEncoderAttention)), None)
+    if layer is None or hasattr(tower, "attn_backend"):
+        return
+    tower.attn_backend = layer.attn_backend
+    if not hasattr(tower, "hidden_size"):
+        tower.hidden_size, tower.tp_size = layer.num_heads * layer.head_size, 1
 
 
 def clear_padding(tower: Any) -> None:

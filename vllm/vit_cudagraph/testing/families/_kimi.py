@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tiny checkpoints of the Kimi models share: tokens, sizes, names of the tower."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from vllm.vit_cudagraph.testing import checkpoints
+
+MEDIA_PAD = "<|media_pad|>"
+IMAGE = f"<|media_begin|>image<|media_content|>{MEDIA_PAD}<|media_end|>"
+PATCH_SIZE = 14
+TABLE_SIDES = (8, 6)
+"""Rows and columns of the table of positions: not square, so that they cannot be swapped."""
+LAYERS = 2
+
+
+def make_tokenizer(*more: str) -> Any:
+    chat = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+    media = ("<|media_begin|>", "<|media_content|>", MEDIA_PAD, "<|media_end|>")
+    tokenizer = checkpoints.make_tokenizer((*chat, *media, *more))
+    tokenizer.chat_template = checkpoints.chat_template(IMAGE)
+    return tokenizer
+
+
+def token_ids(tokenizer: Any) -> dict[str, int]:
+    """Of the text model's configuration."""
+    return {
+        "bos_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+
+
+def deepseek_config(tokenizer: Any, **more: Any) -> dict[str, Any]:
+    """A text model of DeepSeek's kind, dense in all layers, whose heads are 32 wide: the narrowest
+    that vLLM's CPU attention has a kernel for."""
+    return {
+        "vocab_size": len(tokenizer),
+        "hidden_size": checkpoints.TEXT_HIDDEN,
+        "intermediate_size": 2 * checkpoints.TEXT_HIDDEN,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "first_k_dense_replace": 2,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "norm_topk_prob": True,
+        "q_lora_rank": None,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 16,
+        "max_position_embeddings": 32768,
+        "rope_theta": 50000.0,
+        "tie_word_embeddings": False,
+        **token_ids(tokenizer),
+        **more,
+    }
+
+
+def write_config(path: Path, config: dict[str, Any]) -> None:
+    (path / "config.json").write_text(json.dumps(config, indent=2))
+
+
+def tower_names(hidden: int, intermediate: int, *, mlp: tuple[str, str]) -> nn.Module:
+    """The tower's weights under the checkpoint's names, and nothing that computes."""
+    patches = nn.Module()
+    patches.proj = nn.Conv2d(3, hidden, PATCH_SIZE, PATCH_SIZE)
+    patches.pos_emb = nn.Module()
+    patches.pos_emb.weight = nn.Parameter(torch.empty(*TABLE_SIDES, hidden))
+    encoder = nn.Module()
+    encoder.blocks = nn.ModuleList(_block(hidden, intermediate, mlp) for _ in range(LAYERS))
+    encoder.final_layernorm = nn.LayerNorm(hidden)
+    return nn.ModuleDict({"patch_embed": patches, "encoder": encoder})
+
+
+def _block(hidden: int, intermediate: int, mlp: tuple[str, str]) -> nn.Module:
+    widths = {mlp[0]: nn.Linear(hidden, intermediate), mlp[1]: nn.Linear(intermediate, hidden)}
+    return nn.ModuleDict(
+        {
+            "norm0": nn.LayerNorm(hidden),
+            "norm1": nn.LayerNorm(hidden),
+            "wqkv": nn.Linear(hidden, 3 * hidden),
+            "wo": nn.Linear(hidden, hidden),
+            "mlp": nn.ModuleDict(widths),
+        }
+    )
