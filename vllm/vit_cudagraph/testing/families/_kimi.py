@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ PATCH_SIZE = 14
 TABLE_SIDES = (8, 6)
 """Rows and columns of the table of positions: not square, so that they cannot be swapped."""
 LAYERS = 2
+HIDDEN, INTERMEDIATE = checkpoints.VISION_HIDDEN, 2 * checkpoints.VISION_HIDDEN
 
 
 def make_tokenizer(*more: str) -> Any:
@@ -74,26 +76,51 @@ def write_config(path: Path, config: dict[str, Any]) -> None:
     (path / "config.json").write_text(json.dumps(config, indent=2))
 
 
-def tower_names(hidden: int, intermediate: int, *, mlp: tuple[str, str]) -> nn.Module:
-    """The tower's weights under the checkpoint's names, and nothing that computes."""
-    patches = nn.Module()
-    patches.proj = nn.Conv2d(3, hidden, PATCH_SIZE, PATCH_SIZE)
-    patches.pos_emb = nn.Module()
-    patches.pos_emb.weight = nn.Parameter(torch.empty(*TABLE_SIDES, hidden))
-    encoder = nn.Module()
-    encoder.blocks = nn.ModuleList(_block(hidden, intermediate, mlp) for _ in range(LAYERS))
-    encoder.final_layernorm = nn.LayerNorm(hidden)
+def save_weights(
+    path: Path, seed: int, tokenizer: Any, language_model: Any, **projector: Mapping[str, nn.Module]
+) -> None:
+    """Seeded random weights under the checkpoint's names.
+
+    Args:
+        language_model: transformers' text model.
+        projector: The parts of the projector behind its first norm, under the projector's name.
+    """
+    from safetensors.torch import save_file
+
+    model = nn.ModuleDict({"vision_tower": _tower_names(), "language_model": language_model})
+    for name, parts in projector.items():
+        model[name] = nn.ModuleDict({"pre_norm": nn.LayerNorm(HIDDEN), **parts})
+    model.get_output_embeddings = language_model.get_output_embeddings
+    checkpoints.fill_weights(model, tokenizer, seed)
+    weights = {name: weight.contiguous() for name, weight in model.state_dict().items()}
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def projector_layers() -> tuple[nn.Module, nn.Module]:
+    """The two linear layers of the projector."""
+    merged = HIDDEN * checkpoints.MERGE_SIZE**2
+    return nn.Linear(merged, merged), nn.Linear(merged, checkpoints.TEXT_HIDDEN)
+
+
+def _tower_names() -> nn.Module:
+    """The tower's weights, and nothing that computes."""
+    table, patches, encoder = nn.Module(), nn.Module(), nn.Module()
+    table.weight = nn.Parameter(torch.empty(*TABLE_SIDES, HIDDEN))
+    patches.pos_emb, patches.proj = table, nn.Conv2d(3, HIDDEN, PATCH_SIZE, PATCH_SIZE)
+    encoder.blocks = nn.ModuleList(_block() for _ in range(LAYERS))
+    encoder.final_layernorm = nn.LayerNorm(HIDDEN)
     return nn.ModuleDict({"patch_embed": patches, "encoder": encoder})
 
 
-def _block(hidden: int, intermediate: int, mlp: tuple[str, str]) -> nn.Module:
-    widths = {mlp[0]: nn.Linear(hidden, intermediate), mlp[1]: nn.Linear(intermediate, hidden)}
+def _block() -> nn.Module:
     return nn.ModuleDict(
         {
-            "norm0": nn.LayerNorm(hidden),
-            "norm1": nn.LayerNorm(hidden),
-            "wqkv": nn.Linear(hidden, 3 * hidden),
-            "wo": nn.Linear(hidden, hidden),
-            "mlp": nn.ModuleDict(widths),
+            "norm0": nn.LayerNorm(HIDDEN),
+            "norm1": nn.LayerNorm(HIDDEN),
+            "wqkv": nn.Linear(HIDDEN, 3 * HIDDEN),
+            "wo": nn.Linear(HIDDEN, HIDDEN),
+            "mlp": nn.ModuleDict(
+                {"fc0": nn.Linear(HIDDEN, INTERMEDIATE), "fc1": nn.Linear(INTERMEDIATE, HIDDEN)}
+            ),
         }
     )

@@ -8,9 +8,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
 from vllm.vit_cudagraph.testing import checkpoints
 from vllm.vit_cudagraph.testing.families import _kimi, _kimi_vl_processing
 from vllm.vit_cudagraph.testing.strategies import Batch
@@ -28,7 +25,6 @@ ENVIRONMENT = {"VLLM_MLA_DISABLE": "1"}
 usual attention."""
 SERVE = ("--trust-remote-code",)
 
-_HIDDEN, _WIDE = checkpoints.VISION_HIDDEN, 2 * checkpoints.VISION_HIDDEN
 _PROCESSING = "processing_kimi_vl"
 
 
@@ -51,8 +47,8 @@ def make(path: Path, seed: int) -> None:
                 "init_pos_emb_width": _kimi.TABLE_SIDES[1],
                 "num_attention_heads": checkpoints.VISION_HEADS,
                 "num_hidden_layers": _kimi.LAYERS,
-                "hidden_size": _HIDDEN,
-                "intermediate_size": _WIDE,
+                "hidden_size": _kimi.HIDDEN,
+                "intermediate_size": _kimi.INTERMEDIATE,
                 "merge_kernel_size": [checkpoints.MERGE_SIZE] * 2,
             },
         },
@@ -89,31 +85,8 @@ def _write_processor(path: Path) -> None:
 
 
 def _write_weights(path: Path, text: dict[str, Any], tokenizer: Any, seed: int) -> None:
-    from safetensors.torch import save_file
     from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
 
-    config = DeepseekV2Config(**text, mlp_layer_types=None)
-    model = _KimiVL(DeepseekV2ForCausalLM(config))
-    checkpoints.fill_weights(model, tokenizer, seed)
-    weights = {name: weight.contiguous() for name, weight in model.state_dict().items()}
-    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-
-
-class _KimiVL(nn.Module):
-    """The weights under the checkpoint's names."""
-
-    def __init__(self, language_model: Any) -> None:
-        super().__init__()
-        merged = _HIDDEN * checkpoints.MERGE_SIZE**2
-        self.vision_tower = _kimi.tower_names(_HIDDEN, _WIDE, mlp=("fc0", "fc1"))
-        self.multi_modal_projector = nn.ModuleDict(
-            {
-                "pre_norm": nn.LayerNorm(_HIDDEN),
-                "linear_1": nn.Linear(merged, merged),
-                "linear_2": nn.Linear(merged, checkpoints.TEXT_HIDDEN),
-            }
-        )
-        self.language_model = language_model
-
-    def get_output_embeddings(self) -> torch.nn.Module:
-        return self.language_model.get_output_embeddings()
+    language_model = DeepseekV2ForCausalLM(DeepseekV2Config(**text))
+    projector = dict(zip(("linear_1", "linear_2"), _kimi.projector_layers(), strict=True))
+    _kimi.save_weights(path, seed, tokenizer, language_model, multi_modal_projector=projector)
