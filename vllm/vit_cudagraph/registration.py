@@ -44,6 +44,7 @@ MODELS: dict[str, Served] = {
     "Qwen3VLMoeForConditionalGeneration": Served("qwen3_vl", "qwen3_vl_moe"),
     "KimiVLForConditionalGeneration": Served("kimi_vl", "kimi_vl"),
     "KimiK25ForConditionalGeneration": Served("kimi_k25", "kimi_k25"),
+    "KimiK3ForConditionalGeneration": Served("kimi_k3", "vllm.models.kimi_k3"),
 }
 """By architecture, as a checkpoint's configuration names it. One that the installed vLLM does not
 know is left out."""
