@@ -2,8 +2,10 @@
 """What every further family is held to: the conformance suite, and its real processor's inputs."""
 
 import importlib
+import os
 from functools import cache
 from typing import Any, ClassVar
+from unittest import mock
 
 import torch
 
@@ -21,7 +23,8 @@ UPSTREAM_MODELS = ("vllm.model_executor.models.", "vllm.models.")
 @cache
 def family_config(family: str) -> VllmConfig:
     module = importlib.import_module(f"vllm.vit_cudagraph.testing.families.{family}")
-    return models.make_config(family, **getattr(module, "ENGINE", {}))
+    with mock.patch.dict(os.environ, getattr(module, "ENVIRONMENT", {})):
+        return models.make_config(family, **getattr(module, "ENGINE", {}))
 
 
 @cache
@@ -29,7 +32,8 @@ def family_subject(family: str) -> Subject:
     module = importlib.import_module(f"vllm.vit_cudagraph.testing.families.{family}")
     config = family_config(family)
     make = getattr(module, "make_kwargs", usual_kwargs)
-    return Subject(models.build_model(config), config, make_kwargs=make)
+    with mock.patch.dict(os.environ, getattr(module, "ENVIRONMENT", {})):
+        return Subject(models.build_model(config), config, make_kwargs=make)
 
 
 class FamilyConformance(EncoderGraphConformance):

@@ -641,3 +641,11 @@ def test_geometry_and_planning_import_neither_torch_nor_vllm() -> None:
         "vllm.vit_cudagraph",
         *(f"vllm.vit_cudagraph.{name}" for name in names),
     ]
+
+
+def test_merge_order_puts_the_patches_of_a_token_side_by_side() -> None:
+    geometry = ViTGeometry(patch_size=14, merge_size=2, rows={})
+    frame = [0, 1, 4, 5, 2, 3, 6, 7]  # two tokens of a frame of 2 x 4 patches
+    assert geometry.merge_order((1, 2, 4)).tolist() == frame
+    assert geometry.merge_order((2, 2, 4)).tolist() == frame + [8 + patch for patch in frame]
+    assert geometry.merge_order((1, 4, 2)).tolist() == list(range(8))

@@ -94,6 +94,9 @@ class WindowedViTCudaGraphMixin:
     visual: Any
 
     def __init__(self, *, vllm_config: Any = None, prefix: str | None = None) -> None:
+        if vllm_config:
+            # Most models keep it, not all; one reads it before it would have kept it.
+            self.model_config = vllm_config.model_config
         # A model's own default for the prefix is left to it.
         given = {"vllm_config": vllm_config, "prefix": prefix}
         super().__init__(**{name: value for name, value in given.items() if value is not None})
@@ -101,8 +104,6 @@ class WindowedViTCudaGraphMixin:
         if never:
             logger.warning("Encoder CUDA graphs are off: %s", never)
         if vllm_config:
-            if not hasattr(self, "model_config"):  # most models keep it, not all
-                self.model_config = vllm_config.model_config
             complete(self.vit_tower())
             install(self.vit_tower(), vllm_config)
 
@@ -121,8 +122,9 @@ class WindowedViTCudaGraphMixin:
         return (self.vit_tower(),)
 
     def vit_output_width(self) -> int:
-        """Width of the final embeddings."""
-        width = getattr(self.vit_tower(), "out_hidden_size", None)
+        """Width of the final embeddings: as the last of :meth:`vit_modules` says, or, where it does
+        not, that of what they are embedded in."""
+        width = getattr(self.vit_modules()[-1], "out_hidden_size", None)
         return width or self.model_config.get_inputs_embeds_size()
 
     def vit_keys(self, modality: str) -> tuple[str, str]:
@@ -164,7 +166,8 @@ class WindowedViTCudaGraphMixin:
         there."""
         inputs = self.vit_inputs(mm_kwargs)
         pixels, grids = (mm_kwargs[key] for key in inputs.keys)
-        chosen: Any = [inputs.grids[i] for i in items]
+        numbers = grids.shape[-1] if isinstance(grids, torch.Tensor) else 3
+        chosen: Any = [inputs.grids[i][-numbers:] for i in items]
         if isinstance(grids, torch.Tensor) and grids.ndim == 3:
             chosen = torch.tensor(chosen, dtype=grids.dtype)[:, None]
         if self._vit_one_each(pixels):
@@ -192,6 +195,10 @@ class WindowedViTCudaGraphMixin:
     ) -> dict[str, torch.Tensor | None]:
         """Exact and unpadded metadata of some items: what :meth:`vit_forward` reads."""
         return self._vit_builder.build(grids, device)
+
+    def vit_eager(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
+        """What runs without a graph: :meth:`vit_forward` over exact metadata."""
+        return self.vit_forward(pixels, self.vit_metadata(grids, device_of(self.vit_tower())))
 
     def vit_forward(
         self, pixels: torch.Tensor, metadata: dict[str, torch.Tensor | None]
@@ -285,11 +292,10 @@ class WindowedViTCudaGraphMixin:
     ) -> torch.Tensor:
         """Pixel rows ``[patches, *pixel_row]``, all 0, in the dtype that the tower's input norm
         wants."""
-        norm = getattr(self.vit_tower(), "input_norm", None)
         return torch.zeros(
             (patches, *self.vit_declared.pixel_row),
             device=device,
-            dtype=getattr(norm, "input_dtype", None) or dtype,
+            dtype=normed_dtype(self.vit_tower()) or dtype,
         )
 
     def vit_buffers(self, capacity: Capacity, pixels: SharedRows) -> Buffers:
@@ -407,8 +413,7 @@ class WindowedViTCudaGraphMixin:
         self, mm_kwargs: dict[str, Any], path: str = "default"
     ) -> torch.Tensor:
         inputs = self.vit_inputs(mm_kwargs)
-        metadata = self.vit_metadata(inputs.grids, self.vit_tower().device)
-        return self.vit_forward(inputs.pixels, metadata)
+        return self.vit_eager(inputs.pixels, inputs.grids)
 
     def postprocess_encoder_output(
         self,
@@ -440,14 +445,28 @@ def of_items(field: Any, items: Sequence[int]) -> Any:
     """A batched field's values for some items: stacked where they are, else in a list."""
     chosen = [field[i] for i in items]
     return torch.stack(chosen) if isinstance(field, torch.Tensor) else chosen
+def device_of(tower: Any) -> torch.device:
+    """Where the tower's weights are."""
+    device = getattr(tower, "device", None)
+    return next(tower.parameters()).device if device is None else device
+
+
+def normed_dtype(tower: Any) -> torch.dtype | None:
+    """Dtype of pixels that the tower, or its patch embedding, normalises itself."""
+    for module in (tower, getattr(tower, "patch_embed", None)):
+        if (dtype := getattr(getattr(module, "input_norm", None), "input_dtype", None)) is not None:
+            return dtype
+    return None
 
 
 def _host_grids(grids: Any) -> list[Grid]:
-    """Grids as tuples of Python numbers; vLLM keeps them on the host (``keep_on_cpu``)."""
+    """Grids as tuples of Python numbers; vLLM keeps them on the host (``keep_on_cpu``). Where an
+    item has rows and columns alone, it is one frame."""
     if isinstance(grids, torch.Tensor):
         if grids.ndim == 3 and grids.shape[1] == 1:
             grids = grids[:, 0]  # each item's own table of one grid
-        if grids.ndim != 2 or grids.shape[1] != 3:
+        if grids.ndim != 2 or grids.shape[1] not in (2, 3):
             raise NotCapturable(MALFORMED, f"grids of shape {tuple(grids.shape)}, not (items, 3)")
         grids = grids.tolist()
-    return [tuple(int(n) for n in grid) for grid in grids]  # type: ignore[misc]
+    frame = () if grids and len(grids[0]) == 3 else (1,)
+    return [(*frame, *map(int, grid)) for grid in grids]

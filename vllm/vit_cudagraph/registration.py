@@ -49,6 +49,9 @@ MODELS: dict[str, Served] = {
     "Ovis2_5": Served("ovis2_5", "ovis2_5"),
     "Ovis2_6ForCausalLM": Served("ovis2_5", "ovis2_5", "Ovis2_5"),
     "Ovis2_6_MoeForCausalLM": Served("ovis2_5", "ovis2_5", "Ovis2_5"),
+    "KimiVLForConditionalGeneration": Served("kimi_vl", "kimi_vl"),
+    "KimiK25ForConditionalGeneration": Served("kimi_k25", "kimi_k25"),
+    "KimiK3ForConditionalGeneration": Served("kimi_k3", "vllm.models.kimi_k3"),
 }
 """By architecture, as a checkpoint's configuration names it. One that the installed vLLM does not
 know is left out."""

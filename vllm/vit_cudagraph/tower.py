@@ -176,13 +176,15 @@ def install(tower: Any, vllm_config: Any) -> int:
 
 
 def complete(tower: Any) -> None:
-    """Note the attention backend at a tower that leaves it to its layers."""
-    if not isinstance(tower, nn.Module) or hasattr(tower, "attn_backend"):
+    """Note at a tower that leaves it to its layers what they know of attention: the backend, and
+    the width that FlashInfer's offsets count in."""
+    modules = tower.modules() if isinstance(tower, nn.Module) else ()
+    layer: Any = next((m for m in modules if isinstance(m, MMEncoderAttention)), None)
+    if layer is None or hasattr(tower, "attn_backend"):
         return
-    for module in tower.modules():
-        if isinstance(module, MMEncoderAttention):
-            tower.attn_backend = module.attn_backend
-            return
+    tower.attn_backend = layer.attn_backend
+    if not hasattr(tower, "hidden_size"):
+        tower.hidden_size, tower.tp_size = layer.num_heads * layer.head_size, 1
 
 
 def clear_padding(tower: Any) -> None:

@@ -36,6 +36,22 @@ def video_kwargs(config: VllmConfig, frames: Sequence[int] = (4, 2)) -> dict[str
     return _kwargs(config, "video", clips)
 
 
+def vision_chunk_kwargs(
+    config: VllmConfig, sizes: Sequence[tuple[int, int]] = SIZES, frames: Sequence[int] = (4, 2)
+) -> dict[str, Any]:
+    """One modality's kwargs of photographs of these sizes and chunks of videos between them."""
+    names = list(photos.PHOTOS)
+    items: list[dict[str, Any]] = [
+        {"type": "image", "image": photos.photo(names[n % len(names)], size), "uuid": None}
+        for n, size in enumerate(sizes)
+    ]
+    for count in frames:
+        pictures = [photos.photo(names[count], (112, 84)) for _ in range(count)]
+        chunk = {"type": "video_chunk", "video_chunk": pictures, "uuid": None}
+        items.insert(1, chunk | {"prompt": "", "video_idx": 0})
+    return _kwargs(config, "vision_chunk", items)
+
+
 def _kwargs(config: VllmConfig, modality: str, items: list[Any]) -> dict[str, Any]:
     processor = MULTIMODAL_REGISTRY.create_processor(config.model_config)
     items = items[: processor.info.allowed_mm_limits[modality]]

@@ -21,12 +21,14 @@ size.
 import math
 from collections.abc import Iterator
 from itertools import groupby, pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderAttention
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 UNWRITTEN = math.nan
 """What stands in output rows that no sequence writes. Finite values would hide a use of them."""
@@ -148,6 +150,11 @@ _define_operator()
 
 class ReferenceAttention(MMEncoderAttention):
     """vLLM's layer for vision attention, computed by :func:`varlen_attention` on the CPU."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # What a tower that asks its layers is to lay its metadata out for.
+        self.attn_backend = AttentionBackendEnum.FLASH_ATTN
 
     def forward_native(
         self,

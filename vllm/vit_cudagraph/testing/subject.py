@@ -21,7 +21,7 @@ from vllm.vit_cudagraph.captured import CapturedBudget
 from vllm.vit_cudagraph.costs import CostLines
 from vllm.vit_cudagraph.geometry import PIXELS, Grid, ViTGeometry
 from vllm.vit_cudagraph.manager import EncoderGraphManager
-from vllm.vit_cudagraph.mixin import ViTInputs
+from vllm.vit_cudagraph.mixin import ViTInputs, device_of, normed_dtype
 from vllm.vit_cudagraph.planning import Step
 from vllm.vit_cudagraph.testing.models import place
 from vllm.vit_cudagraph.testing.oracles import Mismatch, assert_close, capture_faults, tail_faults
@@ -41,13 +41,13 @@ def make_kwargs(model: Any, batch: Batch) -> dict[str, Any]:
     tower = model.vit_tower()
     rows = (sum(geometry.patches(grid) for grid in batch.grids), *geometry.pixel_row)
     generator = torch.Generator().manual_seed(batch.seed)
-    if getattr(getattr(tower, "input_norm", None), "input_dtype", None) is torch.uint8:
+    if normed_dtype(tower) is torch.uint8:
         pixels = torch.randint(0, 256, rows, generator=generator, dtype=torch.uint8)
     else:
-        pixels = torch.randn(rows, generator=generator).to(tower.dtype)
+        pixels = torch.randn(rows, generator=generator).to(next(tower.parameters()).dtype)
     suffix = "" if batch.modality == "image" else f"_{batch.modality}s"
     return {
-        f"pixel_values{suffix}": pixels.to(tower.device),
+        f"pixel_values{suffix}": pixels.to(device_of(tower)),
         f"{batch.modality}_grid_thw": torch.tensor([list(grid) for grid in batch.grids]),
     }
 
