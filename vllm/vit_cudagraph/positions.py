@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Learned positions that a tower interpolates from a square table.
+"""Learned positions that a tower interpolates from a square table, bilinearly or bicubically.
 
 Which entries a patch takes, and how much of each, depends on its grid alone and is cached. The sum
 itself is part of the forward, so no device work is left around a replay, a change of the table is
-seen at once, and a patch takes 24 bytes of buffers (in 16 bits) instead of a row of the table.
+seen at once, and a patch takes 24 bytes of buffers (in 16 bits; 96 where it is bicubic) instead of
+a row of the table.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,21 +33,38 @@ class LearnedPositionsMixin(WindowedViTCudaGraphMixin):
     """
 
     def vit_position_rows(self, grid: Grid) -> Mapping[str, Any]:
-        tower = self.vit_tower()
-        taken = bilinear_rows(
-            grid, tower.num_grid_per_side, tower.spatial_merge_size, tower.pos_embed.weight
-        )
-        return {**super().vit_position_rows(grid), **taken}
+        return {**super().vit_position_rows(grid), **self._table_rows(grid)}
 
     def vit_forward(
         self, pixels: torch.Tensor, metadata: dict[str, torch.Tensor | None]
     ) -> torch.Tensor:
-        positions = interpolated(self.vit_tower().pos_embed.weight, metadata)
+        positions = interpolated(self._table(), metadata)
         return super().vit_forward(pixels, {**metadata, "pos_embeds": positions})
+
+    def _table(self) -> torch.Tensor:
+        return self.vit_tower().pos_embed.weight
+
+    def _table_rows(self, grid: Grid) -> dict[str, torch.Tensor]:
+        tower = self.vit_tower()
+        side, merge_size = tower.num_grid_per_side, tower.spatial_merge_size
+        return bilinear_rows(grid, side, merge_size, self._table())
+
+
+class BicubicPositionsMixin(LearnedPositionsMixin):
+    """The same for a tower that stretches its table, ``embeddings.position_embedding``, edge on
+    edge and bicubically."""
+
+    def _table(self) -> torch.Tensor:
+        return self.vit_tower().embeddings.position_embedding.weight
+
+    def _table_rows(self, grid: Grid) -> dict[str, torch.Tensor]:
+        table = self._table()
+        side, merge_size = math.isqrt(len(table)), self.vit_tower().spatial_merge_size
+        return bicubic_rows(grid, side, merge_size, table)
 
 
 def table_rows() -> dict[str, Rows]:
-    """What :class:`LearnedPositionsMixin` reads."""
+    """What :class:`LearnedPositionsMixin` and :class:`BicubicPositionsMixin` read."""
     return position_rows(TABLE_ROWS, TABLE_WEIGHTS)
 
 
@@ -88,6 +107,40 @@ def _along(patches: int, side: int) -> tuple[np.ndarray, np.ndarray]:
     exact = np.linspace(0, side - 1, patches)
     first = exact.astype(np.int64)
     return first, exact - first
+
+
+def bicubic_rows(
+    grid: Grid, side: int, merge_size: int, like: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """The sixteen table entries around each patch, and their weights, which may be negative.
+
+    The table is stretched over the frame, edge on edge; past its border the nearest entry counts.
+    Arguments and order are those of :func:`bilinear_rows`; gives ``[patches, 16]`` each.
+    """
+    frames, height, width = grid
+    (rows, down), (columns, right) = _cubic_along(height, side), _cubic_along(width, side)
+    taps = [(below, beside) for below in range(4) for beside in range(4)]
+    entries = [rows[i][:, None] * side + columns[j] for i, j in taps]
+    weights = [down[i][:, None] * right[j] for i, j in taps]
+    return {
+        TABLE_ROWS: _of_patches(entries, frames, merge_size, torch.int32, like.device),
+        TABLE_WEIGHTS: _of_patches(weights, frames, merge_size, like.dtype, like.device),
+    }
+
+
+def _cubic_along(patches: int, side: int) -> tuple[np.ndarray, np.ndarray]:
+    """Four table entries around each patch of one side of a frame, and their weights; ``[4,
+    patches]`` each."""
+    exact = (np.arange(patches) + 0.5) * side / patches - 0.5
+    taps = np.floor(exact) + np.arange(-1, 3)[:, None]
+    return np.clip(taps, 0, side - 1).astype(np.int64), _cubic(np.abs(exact - taps))
+
+
+def _cubic(distance: np.ndarray) -> np.ndarray:
+    """Keys' cubic convolution with the constant that torch takes."""
+    a, x = -0.75, distance
+    near = ((a + 2) * x - (a + 3)) * x**2 + 1
+    return np.where(x <= 1, near, a * (x - 1) * (x - 2) ** 2)
 
 
 def _of_patches(
