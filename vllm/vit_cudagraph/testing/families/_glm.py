@@ -65,29 +65,31 @@ def make_config(model_type: str, tokenizer: Any, **text: Any) -> Any:
     )
 
 
-def save_processor(path: Path, tokenizer: Any) -> None:
+def save_processor(path: Path, tokenizer: Any, processor: str = "Glm4v") -> None:
     """The line's own processor, for small pictures."""
-    from transformers import Glm4vImageProcessor, Glm4vProcessor, Glm4vVideoProcessor
+    import transformers
 
     token_pixels = checkpoints.TEMPORAL_PATCH_SIZE * (PATCH_SIZE * checkpoints.MERGE_SIZE) ** 2
     most = checkpoints.MAX_IMAGE_TOKENS * token_pixels
     size = {"shortest_edge": token_pixels, "longest_edge": most}
-    processor = Glm4vProcessor(
-        Glm4vImageProcessor(size=size),
+    made = getattr(transformers, f"{processor}Processor")(
+        getattr(transformers, f"{processor}ImageProcessor")(size=size),
         tokenizer,
-        Glm4vVideoProcessor(size=size),
+        getattr(transformers, f"{processor}VideoProcessor")(size=size),
         checkpoints.chat_template(IMAGE, VIDEO),
     )
-    processor.save_pretrained(path)
+    made.save_pretrained(path)
 
 
-def make_without_weights(model_type: str, path: Path, **text: Any) -> None:
-    """Everything but weights."""
+def make_without_weights(
+    model_type: str, path: Path, *, processor: str = "Glm4v", **text: Any
+) -> None:
+    """Everything but weights; ``processor`` is the beginning of its classes' names."""
     tokenizer = make_tokenizer()
     config = make_config(model_type, tokenizer, **text)
-    config.architectures = [_architecture(config)]
+    config.architectures = [type(config).__name__.replace("Config", "ForConditionalGeneration")]
     config.save_pretrained(path)
-    save_processor(path, tokenizer)
+    save_processor(path, tokenizer, processor)
 
 
 def make_with_weights(model_type: str, path: Path, seed: int) -> None:
@@ -102,9 +104,3 @@ def make_with_weights(model_type: str, path: Path, seed: int) -> None:
     with checkpoints.no_progress_bar():
         model.save_pretrained(path)
     save_processor(path, tokenizer)
-
-
-def _architecture(config: Any) -> str:
-    from transformers import AutoModelForImageTextToText
-
-    return AutoModelForImageTextToText._model_mapping[type(config)].__name__
