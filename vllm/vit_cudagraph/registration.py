@@ -44,6 +44,8 @@ MODELS: dict[str, Served] = {
     "Qwen3VLMoeForConditionalGeneration": Served("qwen3_vl", "qwen3_vl_moe"),
     "Glm4vForConditionalGeneration": Served("glm4_1v", "glm4_1v"),
     "Glm4vMoeForConditionalGeneration": Served("glm4_1v", "glm4_1v"),
+    "GlmOcrForConditionalGeneration": Served("glm_ocr", "glm_ocr"),
+    "CohereCompassForConditionalGeneration": Served("cohere_compass", "cohere_compass"),
 }
 """By architecture, as a checkpoint's configuration names it. One that the installed vLLM does not
 know is left out."""
