@@ -16,13 +16,12 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import torch
 
 from vllm.distributed.parallel_state import is_global_first_rank
 from vllm.logger import init_logger
-from vllm.model_executor.models.interfaces import SupportsEncoderCudaGraph
 from vllm.v1.worker.encoder_cudagraph_defs import (
     EncoderCudaGraphCaptureInputs,
     EncoderCudaGraphConfig,
@@ -80,12 +79,19 @@ class ViTInputs:
         return [self.pixels[ends[start] : ends[stop]] for start, stop in runs]
 
 
-class WindowedViTCudaGraphMixin(SupportsEncoderCudaGraph):
+class WindowedViTCudaGraphMixin:
     """Encoder CUDA graphs for any tower that declares its geometry.
 
-    Put it in front of the model's bases. The model holds its tower as ``self.visual`` (or overrides
-    :meth:`vit_tower`) and its ``model_config``, as vLLM's models do.
+    It has all of vLLM's protocol ``SupportsEncoderCudaGraph`` without inheriting from it: before a
+    model whose own bases lack the protocol it would come first, and its ``__init__``, which calls
+    no other, would take the place of the model's.
+
+    Put it in front of the model's bases. The model holds its tower as ``self.visual``, or overrides
+    :meth:`vit_tower`.
     """
+
+    supports_encoder_cudagraph: ClassVar[Literal[True]] = True
+    visual: Any
 
     def __init__(self, *, vllm_config: Any = None, prefix: str | None = None) -> None:
         # A model's own default for the prefix is left to it.
@@ -95,6 +101,8 @@ class WindowedViTCudaGraphMixin(SupportsEncoderCudaGraph):
         if never:
             logger.warning("Encoder CUDA graphs are off: %s", never)
         if vllm_config:
+            if not hasattr(self, "model_config"):  # most models keep it, not all
+                self.model_config = vllm_config.model_config
             install(self.vit_tower(), vllm_config)
 
     # -- hooks ---------------------------------------------------------------------------------
@@ -198,7 +206,7 @@ class WindowedViTCudaGraphMixin(SupportsEncoderCudaGraph):
     def load_weights(self, weights: Any) -> Any:
         """The model's own, counted: a manager then looks whether weights lie where they lay."""
         self.vit_weight_loads = getattr(self, "vit_weight_loads", 0) + 1
-        loaded = super().load_weights(weights)
+        loaded = super().load_weights(weights)  # type: ignore[misc]
         clear_padding(self.vit_tower())
         return loaded
 

@@ -46,6 +46,7 @@ MODELS: dict[str, Served] = {
     "Glm4vMoeForConditionalGeneration": Served("glm4_1v", "glm4_1v"),
     "GlmOcrForConditionalGeneration": Served("glm_ocr", "glm_ocr"),
     "CohereCompassForConditionalGeneration": Served("cohere_compass", "cohere_compass"),
+    "KananaVForConditionalGeneration": Served("kanana_v", "kanana_v"),
 }
 """By architecture, as a checkpoint's configuration names it. One that the installed vLLM does not
 know is left out."""

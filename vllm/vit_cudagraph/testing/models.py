@@ -192,7 +192,9 @@ def build_model(
         process_weights_after_loading(model, config.model_config, here.torch_device)
     if reference:
         # The CPU platform says TORCH_SDPA, for which maximum lengths would be 0.
-        tower = model.vit_tower() if hasattr(model, "vit_tower") else model.visual
+        tower = (
+            model.vit_tower() if hasattr(model, "vit_tower") else getattr(model, "visual", model)
+        )
         tower.attn_backend = AttentionBackendEnum.FLASH_ATTN
     return model.eval()
 

@@ -13,7 +13,13 @@ WEIGHTS = False
 
 
 def make(path: Path, seed: int) -> None:
-    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    # Published configurations have these two; transformers knows no default for them.
-    read = {"head_dim": TEXT_HEAD_DIM, "use_qk_norm": False}
-    _glm.make_without_weights("glm4v_moe", path, **experts, **read)
+    _glm.make_without_weights(
+        "glm4v_moe",
+        path,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        # Published configurations have these two; transformers knows no default for them.
+        head_dim=TEXT_HEAD_DIM,
+        use_qk_norm=False,
+    )
