@@ -21,6 +21,7 @@ LIMIT = 20
 WHOLE_TOWERS = {
     "OpenPanguVLForConditionalGeneration": 60,
     "Ovis2_5": 70,
+    "KananaVForConditionalGeneration": 30,
 }
 """Limits of classes whose tower makes its metadata inside its own forward: its loop over blocks is
 among their hooks."""

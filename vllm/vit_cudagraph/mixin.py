@@ -445,6 +445,8 @@ def of_items(field: Any, items: Sequence[int]) -> Any:
     """A batched field's values for some items: stacked where they are, else in a list."""
     chosen = [field[i] for i in items]
     return torch.stack(chosen) if isinstance(field, torch.Tensor) else chosen
+
+
 def device_of(tower: Any) -> torch.device:
     """Where the tower's weights are."""
     device = getattr(tower, "device", None)

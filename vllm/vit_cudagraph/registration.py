@@ -52,6 +52,11 @@ MODELS: dict[str, Served] = {
     "KimiVLForConditionalGeneration": Served("kimi_vl", "kimi_vl"),
     "KimiK25ForConditionalGeneration": Served("kimi_k25", "kimi_k25"),
     "KimiK3ForConditionalGeneration": Served("kimi_k3", "vllm.models.kimi_k3"),
+    "Glm4vForConditionalGeneration": Served("glm4_1v", "glm4_1v"),
+    "Glm4vMoeForConditionalGeneration": Served("glm4_1v", "glm4_1v"),
+    "GlmOcrForConditionalGeneration": Served("glm_ocr", "glm_ocr"),
+    "CohereCompassForConditionalGeneration": Served("cohere_compass", "cohere_compass"),
+    "KananaVForConditionalGeneration": Served("kanana_v", "kanana_v"),
 }
 """By architecture, as a checkpoint's configuration names it. One that the installed vLLM does not
 know is left out."""

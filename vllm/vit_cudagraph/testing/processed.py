@@ -54,16 +54,23 @@ def vision_chunk_kwargs(
 
 def _kwargs(config: VllmConfig, modality: str, items: list[Any]) -> dict[str, Any]:
     processor = MULTIMODAL_REGISTRY.create_processor(config.model_config)
-    items = items[: processor.info.allowed_mm_limits[modality]]
-    text = processor.dummy_inputs.get_dummy_text({modality: len(items)})
     if modality == "video" and processor.info.get_data_parser().video_needs_metadata:
         items = [(clip, _metadata(len(clip))) for clip in items]
-    prompt = processor.info.get_tokenizer().encode(text)
-    inputs = ProcessorInputs(prompt, processor.info.parse_mm_data({modality: items}))
-    made = processor.apply(inputs, TimingContext(enabled=False))
-    entries = [(modality, item) for item in made["mm_kwargs"][modality]]
+    # As many in one prompt as the model takes: a batch may hold those of several prompts.
+    most = processor.info.supported_mm_limits.get(modality) or len(items)
+    prompts = [items[first : first + most] for first in range(0, len(items), most)]
+    entries = [
+        (modality, item) for part in prompts for item in _of_prompt(processor, modality, part)
+    ]
     ((_, _, kwargs),) = group_and_batch_mm_kwargs(entries, device=place().torch_device)
     return kwargs
+
+
+def _of_prompt(processor: Any, modality: str, items: list[Any]) -> Any:
+    text = processor.dummy_inputs.get_dummy_text({modality: len(items)})
+    prompt = processor.info.get_tokenizer().encode(text)
+    inputs = ProcessorInputs(prompt, processor.info.parse_mm_data({modality: items}))
+    return processor.apply(inputs, TimingContext(enabled=False))["mm_kwargs"][modality]
 
 
 def _metadata(frames: int) -> dict[str, Any]:

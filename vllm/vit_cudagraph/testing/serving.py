@@ -50,7 +50,7 @@ MODEL_NAME = "tiny"
 
 # Small and quick, and nothing that could hide a run of the encoder: no prefix cache, no cache of
 # processed images. Encoder graphs on the twin do not mind --enforce-eager; on a GPU they would.
-_ARGUMENTS = (
+ARGUMENTS = (
     "--enforce-eager",
     "--dtype=float32",
     "--max-model-len=4096",
@@ -58,8 +58,8 @@ _ARGUMENTS = (
     "--no-enable-prefix-caching",
     "--mm-processor-cache-gb=0",
 )
-_LIMITS = {"image": 8, "video": 2}
-_ENVIRONMENT = {
+LIMITS = {"image": 8, "video": 2}
+ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
@@ -172,7 +172,7 @@ class Server:
         worker_cls: str | None = None,
         limits: Mapping[str, int] | None = None,
         arguments: Sequence[str] = (),
-        defaults: Sequence[str] = _ARGUMENTS,
+        defaults: Sequence[str] = ARGUMENTS,
         env: Mapping[str, str] | None = None,
         log_path: str | Path | None = None,
         timeout: float = 240.0,
@@ -181,14 +181,14 @@ class Server:
         self.timeout = timeout
         self._keeps_log = log_path is not None
         self._log_path = Path(log_path) if log_path is not None else _temporary_log()
-        self._env = {**os.environ, **_ENVIRONMENT, **(env or {})}
+        self._env = {**os.environ, **ENVIRONMENT, **(env or {})}
         if env is None or "VLLM_PLUGINS" not in env:
             # The caller's choice, not that of the shell which happens to run it.
             self._env.pop("VLLM_PLUGINS", None)
         self._command = [*_vllm(), "serve", str(model)]
         self._command += [f"--port={self.port}", "--host=127.0.0.1"]
         self._command += [f"--served-model-name={MODEL_NAME}", *defaults]
-        self._command.append(f"--limit-mm-per-prompt={json.dumps(dict(limits or _LIMITS))}")
+        self._command.append(f"--limit-mm-per-prompt={json.dumps(dict(limits or LIMITS))}")
         if compilation_config is not None:
             self._command.append(f"--compilation-config={json.dumps(dict(compilation_config))}")
         if worker_cls is not None:
