@@ -39,12 +39,13 @@ def model_refusal(model: Any, tower: Any) -> str | None:
             f"attention backend {getattr(backend, 'name', backend)} reads offsets on the host; "
             "set --mm-encoder-attn-backend to FLASH_ATTN or TRITON_ATTN"
         )
-    if any(getattr(module, "_fp8_dynamic_scale", False) for module in tower.modules()):
+    modules = [module for part in model.vit_modules() for module in part.modules()]
+    if any(getattr(module, "_fp8_dynamic_scale", False) for module in modules):
         return (
             "FP8 attention with dynamic scales keeps a history on the host; "
             "set mm_encoder_fp8_scale_path to a file of static scales"
         )
-    if any(_scales_over_all_rows(module) for module in tower.modules()):
+    if any(_scales_over_all_rows(module) for module in modules):
         return (
             "a linear layer of the tower scales its input by the largest value of all rows, "
             "padding included; use per-token or static activation scales, or no quantisation there"

@@ -40,6 +40,12 @@ class Served(NamedTuple):
 MODELS: dict[str, Served] = {
     "Qwen2VLForConditionalGeneration": Served("qwen2_vl", "qwen2_vl"),
     "Qwen2_5_VLForConditionalGeneration": Served("qwen2_5_vl", "qwen2_5_vl"),
+    "Qwen2_5OmniModel": Served(
+        "qwen2_5_omni", "qwen2_5_omni_thinker", "Qwen2_5OmniThinkerForConditionalGeneration"
+    ),
+    "Qwen2_5OmniForConditionalGeneration": Served(
+        "qwen2_5_omni", "qwen2_5_omni_thinker", "Qwen2_5OmniThinkerForConditionalGeneration"
+    ),
     "Qwen3VLForConditionalGeneration": Served("qwen3_vl", "qwen3_vl"),
     "Qwen3VLMoeForConditionalGeneration": Served("qwen3_vl", "qwen3_vl_moe"),
 }

@@ -102,7 +102,7 @@ def make_checkpoint(family: str, path: str | Path, *, seed: int = 0, shallow: bo
         module = importlib.import_module(f"vllm.vit_cudagraph.testing.families.{family}")
         module.make(path, seed)
         return path
-    tokenizer = _tokenizer()
+    tokenizer = make_tokenizer()
     model = _model(family, tokenizer, SHALLOW[family] if shallow else {})
     _fill_weights(model, tokenizer, seed)
     with _no_progress_bar():
@@ -152,16 +152,23 @@ def patch_size(family: str) -> int:
     return 16 if family.startswith("qwen3") else 14
 
 
-def _tokenizer() -> Any:
+def make_tokenizer(more: Sequence[str] = (), **named: str) -> Any:
+    """A byte-level BPE tokenizer.
+
+    Args:
+        more: Special tokens besides `SPECIAL_TOKENS`.
+        named: Special tokens that the tokenizer has as attributes of these names.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
+    special = list(dict.fromkeys([*SPECIAL_TOKENS, *more, *named.values()]))
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
-        special_tokens=list(SPECIAL_TOKENS),
+        special_tokens=special,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -170,8 +177,9 @@ def _tokenizer() -> Any:
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
-        additional_special_tokens=list(SPECIAL_TOKENS[1:]),
+        additional_special_tokens=special[1:],
         model_max_length=32768,
+        **({"extra_special_tokens": named} if named else {}),
     )
 
 
