@@ -40,6 +40,7 @@ class Served(NamedTuple):
 MODELS: dict[str, Served] = {
     "Qwen2VLForConditionalGeneration": Served("qwen2_vl", "qwen2_vl"),
     "Qwen2_5_VLForConditionalGeneration": Served("qwen2_5_vl", "qwen2_5_vl"),
+    "HCXVisionV2ForCausalLM": Served("hyperclovax_vision_v2", "hyperclovax_vision_v2"),
     "Qwen2_5OmniModel": Served(
         "qwen2_5_omni", "qwen2_5_omni_thinker", "Qwen2_5OmniThinkerForConditionalGeneration"
     ),
