@@ -17,7 +17,14 @@ from collections.abc import Iterable
 from pathlib import Path
 
 MODELS = Path(__file__).resolve().parents[2] / "vllm" / "vit_cudagraph" / "models"
-LIMIT = 12
+LIMIT = 20
+OWN_FORWARD = 60
+"""The limit of classes in ``EXCEPTIONS``."""
+EXCEPTIONS = {
+    "Qwen3OmniMoeThinkerForConditionalGeneration": "the tower makes its metadata in its forward",
+    "DotsOCRForCausalLM": "the tower makes its metadata in its forward",
+}
+"""Classes whose hooks run the tower's blocks themselves, and why."""
 _NO_CODE = {
     tokenize.COMMENT,
     tokenize.NL,
@@ -152,6 +159,11 @@ def hook_lines(path: Path) -> dict[str, int]:
     return counts
 
 
+def limit(name: str) -> int:
+    """Most lines that a class may have."""
+    return OWN_FORWARD if name in EXCEPTIONS else LIMIT
+
+
 def main() -> int:
     """Print the table; 1 when a class is above the limit or there is none."""
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else MODELS
@@ -162,7 +174,7 @@ def main() -> int:
     }
     for (family, name), lines in counts.items():
         print(f"{family:<20} {name:<48} {lines:>3}")
-    return int(not counts or max(counts.values()) > LIMIT)
+    return int(not counts or any(lines > limit(name) for (_, name), lines in counts.items()))
 
 
 if __name__ == "__main__":

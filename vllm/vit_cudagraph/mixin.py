@@ -82,9 +82,9 @@ class ViTInputs:
 class WindowedViTCudaGraphMixin:
     """Encoder CUDA graphs for any tower that declares its geometry.
 
-    It has all of vLLM's protocol ``SupportsEncoderCudaGraph`` without inheriting from it: before a
-    model whose own bases lack the protocol it would come first, and its ``__init__``, which calls no
-    other, would take the place of the model's.
+    It has all of vLLM's protocol ``SupportsEncoderCudaGraph`` without inheriting from it: in front
+    of a model whose own bases lack the protocol, the protocol's ``__init__``, which calls no other,
+    would take the place of the model's.
 
     Put it in front of the model's bases. The model holds its tower as ``self.visual``, or overrides
     :meth:`vit_tower`.
