@@ -23,6 +23,7 @@ OWN_FORWARD = 60
 EXCEPTIONS = {
     "Qwen3OmniMoeThinkerForConditionalGeneration": "the tower makes its metadata in its forward",
     "DotsOCRForCausalLM": "the tower makes its metadata in its forward",
+    "LlavaOnevision2ForConditionalGeneration": "so does this one, and positions come as data",
 }
 """Classes whose hooks run the tower's blocks themselves, and why."""
 _NO_CODE = {

@@ -42,6 +42,7 @@ MODELS: dict[str, Served] = {
     "Qwen2_5_VLForConditionalGeneration": Served("qwen2_5_vl", "qwen2_5_vl"),
     "DotsOCRForCausalLM": Served("dots_ocr", "dots_ocr"),
     "HCXVisionV2ForCausalLM": Served("hyperclovax_vision_v2", "hyperclovax_vision_v2"),
+    "LlavaOnevision2ForConditionalGeneration": Served("llava_onevision2", "llava_onevision2"),
     "Qwen2_5OmniModel": Served(
         "qwen2_5_omni", "qwen2_5_omni_thinker", "Qwen2_5OmniThinkerForConditionalGeneration"
     ),

@@ -13,8 +13,7 @@ WEIGHTS = False
 # its own code; this one's is vLLM's.
 ENGINE = {"trust_remote_code": True}
 CONFIGURATION = (
-    "from vllm.transformers_utils.configs.dotsocr import DotsOCRConfig as Base\n\n\n"
-    + ("class DotsOCRConfig(Base):\n    pass\n")
+    "from vllm.transformers_utils.configs.dotsocr import DotsOCRConfig as DotsOCRConfig\n"
 )
 
 TOKENS = ("<|img|>", "<|imgpad|>", "<|endofimg|>")
