@@ -7,12 +7,18 @@ import pytest
 import torch
 from families import FamilyConformance
 
+from vllm.vit_cudagraph import tower
 from vllm.vit_cudagraph.geometry import NotCapturable
 from vllm.vit_cudagraph.testing.strategies import Batch
 
 
 class TestLlavaOnevision2(FamilyConformance):
     family = "llava_onevision2"
+
+    def test_an_mlp_with_its_activation_under_another_name_is_left_alone(self) -> None:
+        mlp = self.subject().model.visual.encoder.layers[0].mlp
+        assert hasattr(mlp, "fc1") and not hasattr(mlp, "act")
+        assert list(tower._mlps(mlp)) == []
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
     def test_positions_survive_in_pixel_rows(self, dtype: torch.dtype) -> None:
