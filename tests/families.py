@@ -77,10 +77,11 @@ class FamilyConformance(EncoderGraphConformance):
 
     def upstream_model(self) -> Any:
         """Upstream's class, filled from the seed that the subject was."""
-        subject = self.subject()
-        bases = type(subject.model).__mro__
+        model, config = self.subject().model, models.with_vision(self.subject().config, {})
+        bases = type(model).__mro__
         upstream = next(c for c in bases if c.__module__.startswith(UPSTREAM_MODELS))
-        return models.build_model(models.with_vision(subject.config, {}), model_class=upstream)
+        tower = next(name for name, m in model.named_modules() if m is model.vit_tower())
+        return models.build_model(config, model_class=upstream, tower=tower)
 
     def expected_rows(self, mm_kwargs: dict[str, Any], grids: Any) -> list[int]:
         """Rows of each item, by the processor rather than the geometry where they may differ."""

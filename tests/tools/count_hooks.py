@@ -22,6 +22,9 @@ WHOLE_TOWERS = {
     "OpenPanguVLForConditionalGeneration": 60,
     "Ovis2_5": 70,
     "KananaVForConditionalGeneration": 30,
+    "Qwen3OmniMoeThinkerForConditionalGeneration": 60,
+    "DotsOCRForCausalLM": 60,
+    "LlavaOnevision2ForConditionalGeneration": 60,
 }
 """Limits of classes whose tower makes its metadata inside its own forward: its loop over blocks is
 among their hooks."""

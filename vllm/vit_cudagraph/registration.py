@@ -40,6 +40,15 @@ class Served(NamedTuple):
 MODELS: dict[str, Served] = {
     "Qwen2VLForConditionalGeneration": Served("qwen2_vl", "qwen2_vl"),
     "Qwen2_5_VLForConditionalGeneration": Served("qwen2_5_vl", "qwen2_5_vl"),
+    "DotsOCRForCausalLM": Served("dots_ocr", "dots_ocr"),
+    "HCXVisionV2ForCausalLM": Served("hyperclovax_vision_v2", "hyperclovax_vision_v2"),
+    "LlavaOnevision2ForConditionalGeneration": Served("llava_onevision2", "llava_onevision2"),
+    "Qwen2_5OmniModel": Served(
+        "qwen2_5_omni", "qwen2_5_omni_thinker", "Qwen2_5OmniThinkerForConditionalGeneration"
+    ),
+    "Qwen2_5OmniForConditionalGeneration": Served(
+        "qwen2_5_omni", "qwen2_5_omni_thinker", "Qwen2_5OmniThinkerForConditionalGeneration"
+    ),
     "Qwen3VLForConditionalGeneration": Served("qwen3_vl", "qwen3_vl"),
     "Qwen3VLMoeForConditionalGeneration": Served("qwen3_vl", "qwen3_vl_moe"),
     "OpenPanguVLForConditionalGeneration": Served("openpangu_vl", "openpangu_vl"),
@@ -57,6 +66,9 @@ MODELS: dict[str, Served] = {
     "GlmOcrForConditionalGeneration": Served("glm_ocr", "glm_ocr"),
     "CohereCompassForConditionalGeneration": Served("cohere_compass", "cohere_compass"),
     "KananaVForConditionalGeneration": Served("kanana_v", "kanana_v"),
+    "Qwen3OmniMoeForConditionalGeneration": Served(
+        "qwen3_omni_moe", "qwen3_omni_moe_thinker", "Qwen3OmniMoeThinkerForConditionalGeneration"
+    ),
 }
 """By architecture, as a checkpoint's configuration names it. One that the installed vLLM does not
 know is left out."""

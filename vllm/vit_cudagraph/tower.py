@@ -217,7 +217,7 @@ def _mlps(tower: Any) -> Iterator[_MLP]:
             up, act, down = (getattr(module, name, None) for name in names)
             parts = {name for name, _ in module.named_children()}
             linear = isinstance(up, ColumnParallelLinear) and isinstance(down, RowParallelLinear)
-            if linear and parts <= set(names):
+            if linear and act is not None and parts <= set(names):
                 yield _MLP(module, up, act, down, names[1])
 
 

@@ -14,6 +14,9 @@ from vllm.vit_cudagraph.positions import ResizedPositionsMixin, table_rows
 
 
 class MoonViTMixin(ResizedPositionsMixin):
+    vision_tower: Any
+    mm_projector: Any
+
     def vit_tower(self) -> Any:
         return self.vision_tower
 

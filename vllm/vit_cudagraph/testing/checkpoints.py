@@ -155,17 +155,23 @@ def patch_size(family: str) -> int:
     return 16 if family.startswith("qwen3") else 14
 
 
-def make_tokenizer(special_tokens: Sequence[str] = SPECIAL_TOKENS) -> Any:
-    """A byte-level BPE tokenizer; the special tokens hold `<|endoftext|>` and `<|im_end|>`."""
+def make_tokenizer(special_tokens: Sequence[str] = SPECIAL_TOKENS, **named: str) -> Any:
+    """A byte-level BPE tokenizer.
+
+    Args:
+        special_tokens: `<|endoftext|>` and `<|im_end|>` among them.
+        named: Further special tokens, which the tokenizer has as attributes of these names.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
+    special = list(dict.fromkeys([*special_tokens, *named.values()]))
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
-        special_tokens=list(special_tokens),
+        special_tokens=special,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -174,8 +180,9 @@ def make_tokenizer(special_tokens: Sequence[str] = SPECIAL_TOKENS) -> Any:
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
-        additional_special_tokens=list(special_tokens[1:]),
+        additional_special_tokens=special[1:],
         model_max_length=32768,
+        **({"extra_special_tokens": named} if named else {}),
     )
 
 

@@ -166,6 +166,7 @@ def build_model(
     flash: bool = True,
     seed: int = 0,
     fill: Fill | None = None,
+    tower: str = "visual",
 ) -> Any:
     """The whole model of a configuration, in evaluation mode.
 
@@ -177,6 +178,7 @@ def build_model(
         seed: Of the random weights, so that two models with one seed have the same.
         fill: Gives the model its weights, instead of random ones from the seed. See
             :func:`load_weights` for the checkpoint's own.
+        tower: Name of the vision tower in a model that is not on the mixin.
     """
     here = place()
     reference = flash and here.device == "cpu"
@@ -192,10 +194,9 @@ def build_model(
         process_weights_after_loading(model, config.model_config, here.torch_device)
     if reference:
         # The CPU platform says TORCH_SDPA, for which maximum lengths would be 0.
-        tower = (
-            model.vit_tower() if hasattr(model, "vit_tower") else getattr(model, "visual", model)
-        )
-        tower.attn_backend = AttentionBackendEnum.FLASH_ATTN
+        on_mixin = hasattr(model, "vit_tower")
+        vision = model.vit_tower() if on_mixin else model.get_submodule(tower)
+        vision.attn_backend = AttentionBackendEnum.FLASH_ATTN
     return model.eval()
 
 
