@@ -42,6 +42,8 @@ MODELS: dict[str, Served] = {
     "Qwen2_5_VLForConditionalGeneration": Served("qwen2_5_vl", "qwen2_5_vl"),
     "Qwen3VLForConditionalGeneration": Served("qwen3_vl", "qwen3_vl"),
     "Qwen3VLMoeForConditionalGeneration": Served("qwen3_vl", "qwen3_vl_moe"),
+    "Qwen3_5ForConditionalGeneration": Served("qwen3_5", "qwen3_5"),
+    "Qwen3_5MoeForConditionalGeneration": Served("qwen3_5", "qwen3_5"),
 }
 """By architecture, as a checkpoint's configuration names it. One that the installed vLLM does not
 know is left out."""

@@ -2,22 +2,10 @@
 """Qwen2.5-VL: most layers attend within windows, some within each frame."""
 
 from vllm.model_executor.models import qwen2_5_vl
-from vllm.vit_cudagraph.geometry import ViTGeometry, offset_rows, position_rows, window_rows
-from vllm.vit_cudagraph.pruning import VideoPruningMixin
+from vllm.vit_cudagraph.models._qwen import Qwen2_5VLTower
 
 
 class Qwen2_5_VLForConditionalGeneration(
-    VideoPruningMixin, qwen2_5_vl.Qwen2_5_VLForConditionalGeneration
+    Qwen2_5VLTower, qwen2_5_vl.Qwen2_5_VLForConditionalGeneration
 ):
-    def vit_geometry(self) -> ViTGeometry:
-        tower = self.visual
-        return ViTGeometry.of_tower(
-            tower,
-            position_rows("rotary_pos_emb_cos", "rotary_pos_emb_sin"),
-            window_rows("window_index", "reverse_indices"),
-            offset_rows("sequences", "cu_seqlens", "max_seqlen_full", "sequence_lengths_full"),
-            offset_rows(
-                "windows", "cu_window_seqlens", "max_seqlen_window", "sequence_lengths_window"
-            ),
-            window_side=tower.window_size // tower.spatial_merge_size // tower.patch_size,
-        )
+    pass

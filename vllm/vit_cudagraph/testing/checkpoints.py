@@ -102,14 +102,14 @@ def make_checkpoint(family: str, path: str | Path, *, seed: int = 0, shallow: bo
         module = importlib.import_module(f"vllm.vit_cudagraph.testing.families.{family}")
         module.make(path, seed)
         return path
-    tokenizer = _tokenizer()
+    tokenizer = make_tokenizer()
     model = _model(family, tokenizer, SHALLOW[family] if shallow else {})
-    _fill_weights(model, tokenizer, seed)
-    with _no_progress_bar():
+    fill_weights(model, tokenizer, seed)
+    with no_progress_bar():
         model.save_pretrained(path)
     if family == "qwen3_vl_moe":
         _transpose_experts(path / "model.safetensors")
-    _processor(family, tokenizer).save_pretrained(path)
+    make_processor(family, tokenizer).save_pretrained(path)
     return path
 
 
@@ -134,7 +134,7 @@ def _transpose_experts(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _no_progress_bar() -> Iterator[None]:
+def no_progress_bar() -> Iterator[None]:
     """A bar for a file that takes a hundredth of a second only clutters the caller's output."""
     from transformers.utils import logging
 
@@ -152,7 +152,7 @@ def patch_size(family: str) -> int:
     return 16 if family.startswith("qwen3") else 14
 
 
-def _tokenizer() -> Any:
+def make_tokenizer() -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -244,7 +244,7 @@ def _model(family: str, tokenizer: Any, vision: dict[str, Any]) -> Any:
 
 
 @torch.no_grad()
-def _fill_weights(model: Any, tokenizer: Any, seed: int) -> None:
+def fill_weights(model: Any, tokenizer: Any, seed: int) -> None:
     """Overwrite every parameter with seeded random numbers.
 
     A matrix gets the standard deviation 1/sqrt(fan_in), so activations keep their size through
@@ -269,7 +269,7 @@ def _fill_weights(model: Any, tokenizer: Any, seed: int) -> None:
     head[tokenizer.convert_tokens_to_ids(list(SPECIAL_TOKENS))] = 0.0
 
 
-def _processor(family: str, tokenizer: Any) -> Any:
+def make_processor(family: str, tokenizer: Any) -> Any:
     from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
     from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
     from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
