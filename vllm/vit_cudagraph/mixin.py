@@ -88,6 +88,9 @@ class WindowedViTCudaGraphMixin(SupportsEncoderCudaGraph):
     """
 
     def __init__(self, *, vllm_config: Any = None, prefix: str | None = None) -> None:
+        if vllm_config:
+            # Most models set it themselves; some forget to, and one reads it before it is set.
+            self.model_config = vllm_config.model_config
         # A model's own default for the prefix is left to it.
         given = {"vllm_config": vllm_config, "prefix": prefix}
         super().__init__(**{name: value for name, value in given.items() if value is not None})

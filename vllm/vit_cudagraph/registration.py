@@ -44,6 +44,8 @@ MODELS: dict[str, Served] = {
     "Qwen3VLMoeForConditionalGeneration": Served("qwen3_vl", "qwen3_vl_moe"),
     "Qwen3_5ForConditionalGeneration": Served("qwen3_5", "qwen3_5"),
     "Qwen3_5MoeForConditionalGeneration": Served("qwen3_5", "qwen3_5"),
+    "Exaone4_5_ForConditionalGeneration": Served("exaone4_5", "exaone4_5"),
+    "OpenCUAForConditionalGeneration": Served("opencua", "opencua"),
 }
 """By architecture, as a checkpoint's configuration names it. One that the installed vLLM does not
 know is left out."""

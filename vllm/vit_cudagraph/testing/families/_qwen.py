@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -94,3 +95,10 @@ def write_weights(path: Path, seed: int, config: Any, tokenizer: Any) -> None:
     checkpoints.fill_weights(model, tokenizer, seed)
     with checkpoints.no_progress_bar():
         model.save_pretrained(path)
+
+
+def rename(path: Path, architecture: str, **changed: Any) -> None:
+    """Name another architecture, and other entries, in a configuration that was written."""
+    file = path / "config.json"
+    config = json.loads(file.read_text()) | {"architectures": [architecture]} | changed
+    file.write_text(json.dumps(config, indent=2))
