@@ -44,10 +44,13 @@ def qwen2_5_vision(**changed: Any) -> dict[str, Any]:
     } | changed
 
 
-def text(vocab_size: int, **changed: Any) -> dict[str, Any]:
+def text(tokenizer: Any, **changed: Any) -> dict[str, Any]:
     """Sizes of a text model that vLLM builds on a CPU, with positions in three dimensions."""
     return {
-        "vocab_size": vocab_size,
+        "vocab_size": len(tokenizer),
+        "bos_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
         "hidden_size": checkpoints.TEXT_HIDDEN,
         "intermediate_size": 2 * checkpoints.TEXT_HIDDEN,
         "num_hidden_layers": 2,

@@ -25,7 +25,7 @@ def make(path: Path, seed: int) -> None:
         "exaone4_5",
         vision_config=_qwen.qwen2_5_vision(num_key_value_heads=2),
         text_config=_qwen.text(
-            len(tokenizer),
+            tokenizer,
             rope_parameters=rope,
             sliding_window=None,
             layer_types=["full_attention"] * 2,

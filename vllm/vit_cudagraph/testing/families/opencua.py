@@ -28,7 +28,7 @@ def make(path: Path, seed: int) -> None:
     config = AutoConfig.for_model(
         "qwen2_5_vl",
         vision_config=_qwen.qwen2_5_vision(),
-        text_config=_qwen.text(len(tokenizer), rope_parameters=rope),
+        text_config=_qwen.text(tokenizer, rope_parameters=rope),
         tie_word_embeddings=False,
         **_qwen.token_ids(tokenizer),
     )

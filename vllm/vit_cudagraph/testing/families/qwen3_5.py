@@ -45,7 +45,7 @@ def write(path: Path, seed: int, model_type: str, **text: Any) -> None:
     config = AutoConfig.for_model(
         model_type,
         vision_config=_qwen.qwen3_vision(deepstack_visual_indexes=[]),
-        text_config=_qwen.text(len(tokenizer), **(sizes | text)),
+        text_config=_qwen.text(tokenizer, **(sizes | text)),
         tie_word_embeddings=False,
         **_qwen.token_ids(tokenizer),
     )
