@@ -10,9 +10,12 @@ import torch
 from vllm.config import VllmConfig
 from vllm.vit_cudagraph.testing import models, processed
 from vllm.vit_cudagraph.testing.conformance import EncoderGraphConformance
+from vllm.vit_cudagraph.testing.oracles import assert_close
 from vllm.vit_cudagraph.testing.strategies import Batch, GraphSettings
 from vllm.vit_cudagraph.testing.subject import Subject, check_batch
 from vllm.vit_cudagraph.testing.subject import make_kwargs as usual_kwargs
+
+UPSTREAM_MODELS = ("vllm.model_executor.models.", "vllm.models.")
 
 
 @cache
@@ -57,6 +60,23 @@ class FamilyConformance(EncoderGraphConformance):
             assert manager.replays > before
             assert all(torch.isfinite(rows).all() for rows in outputs)
             assert [len(rows) for rows in outputs] == self.expected_rows(mm_kwargs, grids)
+
+    def test_upstreams_own_class(self) -> None:
+        """The same weights in upstream's class, whose layers nothing has replaced."""
+        subject, upstream = self.subject(), self.upstream_model()
+        manager = self.new_manager(self.real_settings)
+        for modality in subject.geometry.modalities:
+            mm_kwargs = getattr(processed, f"{modality}_kwargs")(subject.config)
+            with torch.inference_mode():
+                expected = list(upstream.embed_multimodal(**mm_kwargs))
+            assert_close(subject.execute(manager, mm_kwargs), expected, "upstream's class")
+
+    def upstream_model(self) -> Any:
+        """Upstream's class, filled from the seed that the subject was."""
+        subject = self.subject()
+        bases = type(subject.model).__mro__
+        upstream = next(c for c in bases if c.__module__.startswith(UPSTREAM_MODELS))
+        return models.build_model(models.with_vision(subject.config, {}), model_class=upstream)
 
     def expected_rows(self, mm_kwargs: dict[str, Any], grids: Any) -> list[int]:
         """Rows of each item, by the processor rather than the geometry where they may differ."""

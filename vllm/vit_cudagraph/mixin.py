@@ -16,13 +16,12 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import torch
 
 from vllm.distributed.parallel_state import is_global_first_rank
 from vllm.logger import init_logger
-from vllm.model_executor.models.interfaces import SupportsEncoderCudaGraph
 from vllm.v1.worker.encoder_cudagraph_defs import (
     EncoderCudaGraphCaptureInputs,
     EncoderCudaGraphConfig,
@@ -80,16 +79,23 @@ class ViTInputs:
         return [self.pixels[ends[start] : ends[stop]] for start, stop in runs]
 
 
-class WindowedViTCudaGraphMixin(SupportsEncoderCudaGraph):
+class WindowedViTCudaGraphMixin:
     """Encoder CUDA graphs for any tower that declares its geometry.
 
-    Put it in front of the model's bases. The model holds its tower as ``self.visual`` (or overrides
-    :meth:`vit_tower`) and its ``model_config``, as vLLM's models do.
+    It has all of vLLM's protocol ``SupportsEncoderCudaGraph`` without inheriting from it: before a
+    model whose own bases lack the protocol it would come first, and its ``__init__``, which calls
+    no other, would take the place of the model's.
+
+    Put it in front of the model's bases. The model holds its tower as ``self.visual``, or overrides
+    :meth:`vit_tower`.
     """
+
+    supports_encoder_cudagraph: ClassVar[Literal[True]] = True
+    visual: Any
 
     def __init__(self, *, vllm_config: Any = None, prefix: str | None = None) -> None:
         if vllm_config:
-            # Most models set it themselves; some forget to, and one reads it before it is set.
+            # Most models keep it, not all; one reads it before it would have kept it.
             self.model_config = vllm_config.model_config
         # A model's own default for the prefix is left to it.
         given = {"vllm_config": vllm_config, "prefix": prefix}
@@ -109,6 +115,14 @@ class WindowedViTCudaGraphMixin(SupportsEncoderCudaGraph):
     def vit_tower(self) -> Any:
         """The vision tower."""
         return self.visual
+
+    def vit_modules(self) -> Sequence[Any]:
+        """Modules that :meth:`vit_forward` runs: graphs read their weights."""
+        return (self.vit_tower(),)
+
+    def vit_output_width(self) -> int:
+        """Width of the final embeddings."""
+        return self.vit_tower().out_hidden_size
 
     def vit_inputs(self, mm_kwargs: Mapping[str, Any]) -> ViTInputs:
         """Find the modality, the pixel rows and the grids in one modality's ``mm_kwargs``.
@@ -201,15 +215,17 @@ class WindowedViTCudaGraphMixin(SupportsEncoderCudaGraph):
     def load_weights(self, weights: Any) -> Any:
         """The model's own, counted: a manager then looks whether weights lie where they lay."""
         self.vit_weight_loads = getattr(self, "vit_weight_loads", 0) + 1
-        loaded = super().load_weights(weights)
+        loaded = super().load_weights(weights)  # type: ignore[misc]
         clear_padding(self.vit_tower())
         return loaded
 
     def vit_weight_addresses(self) -> dict[str, int]:
-        """Where the tower's parameters and buffers lie; graphs read them there."""
-        tower = self.vit_tower()
-        tensors = (*tower.named_parameters(), *tower.named_buffers())
-        return {name: tensor.data_ptr() for name, tensor in tensors}
+        """Where parameters and buffers of :meth:`vit_modules` lie; graphs read them there."""
+        return {
+            f"{number}.{name}": tensor.data_ptr()
+            for number, module in enumerate(self.vit_modules())
+            for name, tensor in (*module.named_parameters(), *module.named_buffers())
+        }
 
     def vit_checked_inputs(self, mm_kwargs: Mapping[str, Any]) -> ViTInputs:
         """:meth:`vit_inputs`, with the pixels held against the grids.
@@ -290,7 +306,7 @@ class WindowedViTCudaGraphMixin(SupportsEncoderCudaGraph):
         return EncoderCudaGraphConfig(
             modalities=[m for m in self.vit_declared.modalities if limit(m)],
             buffer_keys=[PIXELS, *self.vit_declared.rows],
-            out_hidden_size=tower.out_hidden_size,
+            out_hidden_size=self.vit_output_width(),
             padding_logics=self._vit_paddings(),
             max_frames_per_video=frames,
         )

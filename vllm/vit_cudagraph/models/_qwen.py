@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hooks of the towers of Qwen2.5-VL and Qwen3-VL, which further families have too."""
 
+from typing import Any
+
 from vllm.vit_cudagraph.geometry import ViTGeometry, offset_rows, position_rows, window_rows
 from vllm.vit_cudagraph.positions import LearnedPositionsMixin, table_rows
 from vllm.vit_cudagraph.pruning import VideoPruningMixin
@@ -27,9 +29,13 @@ class Qwen3VLTower(LearnedPositionsMixin, VideoPruningMixin):
     """Full attention within each frame, learned positions, deepstack."""
 
     def vit_geometry(self) -> ViTGeometry:
-        return ViTGeometry.of_tower(
-            self.vit_tower(),
-            position_rows("rotary_pos_emb_cos", "rotary_pos_emb_sin"),
-            table_rows(),
-            offset_rows("sequences", "cu_seqlens", "max_seqlen", "sequence_lengths"),
-        )
+        return qwen3_geometry(self.vit_tower())
+
+
+def qwen3_geometry(tower: Any) -> ViTGeometry:
+    return ViTGeometry.of_tower(
+        tower,
+        position_rows("rotary_pos_emb_cos", "rotary_pos_emb_sin"),
+        table_rows(),
+        offset_rows("sequences", "cu_seqlens", "max_seqlen", "sequence_lengths"),
+    )

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoConfig
 
 from vllm.vit_cudagraph.testing import checkpoints
 
@@ -105,3 +106,15 @@ def rename(path: Path, architecture: str, **changed: Any) -> None:
     file = path / "config.json"
     config = json.loads(file.read_text()) | {"architectures": [architecture]} | changed
     file.write_text(json.dumps(config, indent=2))
+
+
+def write_config(path: Path, model_type: str, tokenizer: Any, **entries: Any) -> None:
+    """Configuration alone, by transformers' class or vLLM's."""
+    from vllm.transformers_utils.config import _CONFIG_REGISTRY
+
+    entries = {"tie_word_embeddings": False} | token_ids(tokenizer) | entries
+    if model_type in _CONFIG_REGISTRY:
+        config = _CONFIG_REGISTRY[model_type](**entries)
+    else:
+        config = AutoConfig.for_model(model_type, **entries)
+    config.save_pretrained(path)
