@@ -8,9 +8,14 @@ from pathlib import Path
 from vllm.vit_cudagraph.testing import checkpoints
 from vllm.vit_cudagraph.testing.families import _qwen
 
-PROCESSOR = "Qwen2.5-VL's, since Ling-VL's is code on the model hub"
+PROCESSOR = "Qwen3-VL's, since Ling-VL's is code on the model hub"
 WEIGHTS = False
-ENGINE = {"limit_mm_per_prompt": {"image": 8}}
+# On CPUs that have AMX vLLM would take a backend for latent attention that has no float32.
+ENGINE = {
+    "limit_mm_per_prompt": {"image": 8},
+    "attention_backend": "CPU_MLA",
+    "enable_prefix_caching": False,
+}
 
 
 def make(path: Path, seed: int) -> None:
@@ -31,9 +36,9 @@ def make(path: Path, seed: int) -> None:
         "moe_shared_expert_intermediate_size": 32,
         "layer_group_size": 2,
         "no_kda_lora": True,
-        "kv_lora_rank": 32,
-        "qk_rope_head_dim": 16,
-        "qk_nope_head_dim": 16,
+        "kv_lora_rank": 64,
+        "qk_rope_head_dim": 32,
+        "qk_nope_head_dim": 32,
         "v_head_dim": 32,
         "pad_token_id": tokenizer.pad_token_id,
         "eos_token_id": tokenizer.eos_token_id,
@@ -44,6 +49,6 @@ def make(path: Path, seed: int) -> None:
         tokenizer,
         vision_config=_qwen.qwen3_vision(out_hidden_size=4 * checkpoints.VISION_HIDDEN),
         text_config=text,
-        mrope_section=[4, 2, 2],
+        mrope_section=[6, 5, 5],
     )
-    checkpoints.make_processor("qwen2_5_vl", tokenizer).save_pretrained(path)
+    checkpoints.make_processor("qwen3_vl", tokenizer).save_pretrained(path)
