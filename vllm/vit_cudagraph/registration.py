@@ -52,6 +52,7 @@ MODELS: dict[str, Served] = {
     "BailingMoeV3VLForConditionalGeneration": Served("bailing_moe_v3_vl", "bailing_moe_v3_vl"),
     "Cosmos3ForConditionalGeneration": Served("cosmos3", "cosmos3"),
     "Qwen4ExpForConditionalGeneration": Served("qwen4_exp", "vllm.models.qwen4_exp"),
+    "Cosmos3EdgeForConditionalGeneration": Served("cosmos3_edge", "cosmos3_edge"),
     "ColQwen3": Served("colqwen3", "colqwen3", "ColQwen3Model"),
     "OpsColQwen3Model": Served("colqwen3", "colqwen3", "ColQwen3Model"),
     "Qwen3VLNemotronEmbedModel": Served("colqwen3", "colqwen3", "ColQwen3Model"),

@@ -24,6 +24,7 @@ from torch.nn import functional as F
 import vllm.envs as envs
 from vllm.logger import init_logger
 from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderAttention
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -172,6 +173,16 @@ def install(tower: Any, vllm_config: Any) -> int:
             PADDED_TO,
         )
     return len(changed)
+
+
+def complete(tower: Any) -> None:
+    """Note the attention backend at a tower that leaves it to its layers."""
+    if not isinstance(tower, nn.Module) or hasattr(tower, "attn_backend"):
+        return
+    for module in tower.modules():
+        if isinstance(module, MMEncoderAttention):
+            tower.attn_backend = module.attn_backend
+            return
 
 
 def clear_padding(tower: Any) -> None:

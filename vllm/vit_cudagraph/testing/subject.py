@@ -47,7 +47,7 @@ def make_kwargs(model: Any, batch: Batch) -> dict[str, Any]:
         pixels = torch.randn(rows, generator=generator).to(tower.dtype)
     suffix = "" if batch.modality == "image" else f"_{batch.modality}s"
     return {
-        f"pixel_values{suffix}": pixels.to(tower.device),
+        f"pixel_values{suffix}": pixels.to(next(tower.parameters()).device),
         f"{batch.modality}_grid_thw": torch.tensor([list(grid) for grid in batch.grids]),
     }
 
