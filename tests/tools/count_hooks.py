@@ -25,6 +25,7 @@ WHOLE_TOWERS = {
     "Qwen3OmniMoeThinkerForConditionalGeneration": 60,
     "DotsOCRForCausalLM": 60,
     "LlavaOnevision2ForConditionalGeneration": 60,
+    "Cosmos3EdgeForConditionalGeneration": 60,
 }
 """Limits of classes whose tower makes its metadata inside its own forward: its loop over blocks is
 among their hooks."""

@@ -279,6 +279,8 @@ class MetadataBuilder:
         return made | {"windows": windows, "order": geometry.window_order(grid)}
 
     def _make_positions(self, grid: Grid) -> dict[str, torch.Tensor]:
+        if all(row.value != "position" for row in self.geometry.rows.values()):
+            return {}
         made = self.position_rows(grid)
         # A hook may make rows on the host. A stand-in for a tower need be no module.
         weight = next(iter(getattr(self.tower, "parameters", tuple)()), None)

@@ -69,6 +69,22 @@ MODELS: dict[str, Served] = {
     "Qwen3OmniMoeForConditionalGeneration": Served(
         "qwen3_omni_moe", "qwen3_omni_moe_thinker", "Qwen3OmniMoeThinkerForConditionalGeneration"
     ),
+    "Qwen3_5ForConditionalGeneration": Served("qwen3_5", "qwen3_5"),
+    "Qwen3_5MoeForConditionalGeneration": Served("qwen3_5", "qwen3_5"),
+    "Exaone4_5_ForConditionalGeneration": Served("exaone4_5", "exaone4_5"),
+    "OpenCUAForConditionalGeneration": Served("opencua", "opencua"),
+    "InternS1ProForConditionalGeneration": Served("interns1_pro", "interns1_pro"),
+    "InternS2PreviewForConditionalGeneration": Served("interns2_preview", "interns2_preview"),
+    "InternS2MobiusForConditionalGeneration": Served("interns2_mobius", "interns2_mobius"),
+    "BailingMoeV3VLForConditionalGeneration": Served("bailing_moe_v3_vl", "bailing_moe_v3_vl"),
+    "Cosmos3ForConditionalGeneration": Served("cosmos3", "cosmos3"),
+    "Qwen4ExpForConditionalGeneration": Served("qwen4_exp", "vllm.models.qwen4_exp"),
+    "Cosmos3EdgeForConditionalGeneration": Served("cosmos3_edge", "cosmos3_edge"),
+    "ColQwen3": Served("colqwen3", "colqwen3", "ColQwen3Model"),
+    "OpsColQwen3Model": Served("colqwen3", "colqwen3", "ColQwen3Model"),
+    "Qwen3VLNemotronEmbedModel": Served("colqwen3", "colqwen3", "ColQwen3Model"),
+    "ColQwen3_5": Served("colqwen3_5", "colqwen3_5", "ColQwen3_5Model"),
+    "JinaVLForRanking": Served("jina_vl", "jina_vl", "JinaVLForSequenceClassification"),
 }
 """By architecture, as a checkpoint's configuration names it. One that the installed vLLM does not
 know is left out."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from vllm.model_executor.models import hyperclovax_vision_v2
-from vllm.vit_cudagraph.models._qwen2_5_tower import Qwen2_5TowerMixin
+from vllm.vit_cudagraph.models._qwen import Qwen2_5TowerMixin
 
 
 class HCXVisionV2ForCausalLM(Qwen2_5TowerMixin, hyperclovax_vision_v2.HCXVisionV2ForCausalLM):

@@ -2,7 +2,7 @@
 """Qwen2.5-Omni's thinker: Qwen2.5-VL's tower. Audio has a tower of its own and runs eagerly."""
 
 from vllm.model_executor.models import qwen2_5_omni_thinker
-from vllm.vit_cudagraph.models._qwen2_5_tower import Qwen2_5TowerMixin
+from vllm.vit_cudagraph.models._qwen import Qwen2_5TowerMixin
 
 
 class Qwen2_5OmniThinkerForConditionalGeneration(
