@@ -25,7 +25,7 @@ def family_config(family: str) -> VllmConfig:
 def family_subject(family: str) -> Subject:
     module = importlib.import_module(f"vllm.vit_cudagraph.testing.families.{family}")
     config = family_config(family)
-    make = getattr(module(family), "make_kwargs", usual_kwargs)
+    make = getattr(module, "make_kwargs", usual_kwargs)
     return Subject(models.build_model(config), config, make_kwargs=make)
 
 

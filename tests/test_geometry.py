@@ -547,6 +547,29 @@ def test_malformed_grids_are_refused(grid: tuple[int, ...]) -> None:
     assert str(grid) in str(refused.value), "the message shows what was found"
 
 
+def test_frames_come_in_multiples() -> None:
+    """An item of one frame is an image and is always defined."""
+    geometry = make_geometry(temporal_merge="halve", frame_step=2)
+    for t in (1, 2, 8):
+        geometry.check_grid((t, 4, 4))
+    for t in (3, 7):
+        with pytest.raises(NotCapturable, match=f"{t} frames are not a multiple of 2"):
+            geometry.check_grid((t, 4, 4))
+    with pytest.raises(ValueError, match="frame_step must be at least 1"):
+        make_geometry(frame_step=0)
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_strips_of_pairs_of_frames_reach_the_bounds(side: int) -> None:
+    """Where frames come in twos, no more than two of them become one."""
+    geometry = make_geometry(2, side, temporal_merge="halve", frame_step=2)
+    strip = (2, 2, 2 * (3 * side + 1))
+    capacity = geometry.capacity(geometry.output_tokens(strip), Limits(items=1, frames=2))
+    counted = count(geometry, strip)
+    assert counted.patches == capacity.patches
+    assert len(counted.windows) == capacity.windows
+
+
 @given(geometry=geometries, grid=st.lists(st.integers(-2, 9), min_size=0, max_size=4))
 @pytest.mark.fuzz
 @examples(150)

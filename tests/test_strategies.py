@@ -51,6 +51,9 @@ GEOMETRIES = {
     "item": ViTGeometry(14, 2, _SEQUENCES, sequences="item", modalities=("image",)),
     "item, windows": ViTGeometry(14, 1, _WINDOWS, window_side=3, sequences="item"),
     "halve": ViTGeometry(14, 2, _SEQUENCES, temporal_merge="halve", output_rows="patches"),
+    "pairs": ViTGeometry(
+        14, 2, _SEQUENCES, temporal_merge="halve", frame_step=2, output_rows="patches"
+    ),
     "pool": ViTGeometry(14, 2, _SEQUENCES, sequences="item", temporal_merge="pool"),
     "videos only": ViTGeometry(14, 2, _SEQUENCES, modalities=("video",)),
     "another modality": ViTGeometry(14, 2, _SEQUENCES, modalities=("vision_chunk",)),
@@ -441,6 +444,7 @@ MISSING = {
     "item": OF_WINDOWS | OF_CLIPS,
     "item, windows": NOT_HALVED | OF_SLOTS | {"images with the most windows"},
     "halve": OF_WINDOWS | {"one clip fills the budget"},
+    "pairs": OF_WINDOWS | NOT_HALVED | {"one clip fills the budget"},
     "pool": OF_WINDOWS | OF_CLIPS,
     "videos only": NOT_HALVED | OF_WINDOWS,
     "another modality": OF_WINDOWS | OF_CLIPS,

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 MODELS = Path(__file__).resolve().parents[2] / "vllm" / "vit_cudagraph" / "models"
-LIMIT = 12
+LIMIT = 20
 _NO_CODE = {
     tokenize.COMMENT,
     tokenize.NL,

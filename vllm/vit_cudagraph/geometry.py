@@ -206,6 +206,8 @@ class ViTGeometry:
         window_side: Side of an attention window in merged tokens, or None.
         temporal_merge: ``none``; ``halve`` (two frames become one token row, Ernie4.5-VL);
             ``pool`` (all frames become one, Kimi-K2.5).
+        frame_step: Items of several frames have a multiple of so many, where the model defines
+            nothing else.
         sequences: Whether an attention sequence is a ``frame`` or a whole ``item``.
         output_rows: What a row of the tower's output is: a merged ``tokens`` row, or one of
             ``patches`` where a resampler follows.
@@ -225,6 +227,7 @@ class ViTGeometry:
     in_channels: int = 3
     window_side: int | None = None
     temporal_merge: Literal["none", "halve", "pool"] = "none"
+    frame_step: int = 1
     sequences: Literal["frame", "item"] = "frame"
     output_rows: Literal["tokens", "patches"] = "tokens"
     modalities: tuple[str, ...] = ("image", "video")
@@ -235,23 +238,24 @@ class ViTGeometry:
         """Read patch, merge and channel sizes off a tower of the usual make.
 
         Args:
-            tower: Has ``patch_embed`` (``patch_size``, ``temporal_patch_size``, a convolution
-                ``proj``) and ``spatial_merge_size``.
+            tower: Has ``patch_embed`` (``patch_size``, ``temporal_patch_size`` unless it is 1, and
+                ``in_channels`` or a convolution ``proj``) and ``spatial_merge_size``.
             rows: The metadata's tensors, see :func:`position_rows` and its neighbours.
             declared: Any other field.
         """
         embed = tower.patch_embed
         return cls(
             patch_size=embed.patch_size,
-            temporal_patch_size=embed.temporal_patch_size,
-            in_channels=embed.proj.in_channels,
+            temporal_patch_size=getattr(embed, "temporal_patch_size", 1),
+            in_channels=getattr(embed, "in_channels", None) or embed.proj.in_channels,
             merge_size=tower.spatial_merge_size,
             rows={name: row for part in rows for name, row in part.items()},
             **declared,
         )
 
     def __post_init__(self) -> None:
-        for name in ("patch_size", "merge_size", "temporal_patch_size", "in_channels"):
+        sizes = ("patch_size", "merge_size", "temporal_patch_size", "in_channels", "frame_step")
+        for name in sizes:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.window_side is not None and self.window_side < 1:
@@ -290,7 +294,11 @@ class ViTGeometry:
         """Raise :class:`NotCapturable` unless ``grid`` is one that the tower defines."""
         if len(grid) != 3 or min(grid) < 1:
             raise NotCapturable(MALFORMED, f"{tuple(grid)} is not three positive numbers")
-        _, h, w = grid
+        t, h, w = grid
+        if t > 1 and t % self.frame_step:
+            raise NotCapturable(
+                MALFORMED, f"{t} frames are not a multiple of {self.frame_step} frames"
+            )
         if h % self.merge_size or w % self.merge_size:
             raise NotCapturable(
                 MALFORMED, f"{tuple(grid)} is not a multiple of merge size {self.merge_size}"
@@ -393,18 +401,20 @@ class ViTGeometry:
         t = 3). Where all frames are pooled no bound exists; such a tower captures t = 1 alone
         (``vit_capturable``), for which the plain bound holds.
         """
-        return budget * self.merge_unit * self._frames_per_token
+        return budget * self.merge_unit * self.frames_per_token
 
     @property
-    def _frames_per_token(self) -> int:
+    def frames_per_token(self) -> int:
         """Most frames that one output token is made of (see :meth:`_most_patches`)."""
-        return 3 if self.temporal_merge == "halve" else 1
+        if self.temporal_merge != "halve":
+            return 1
+        return 3 if self.frame_step % 2 else 2
 
     def _most_sequences(self, budget: int, limits: Limits) -> int:
         """Most attention sequences; the planner never sends a step with more to the graph."""
         if self.sequences == "item":
             return max(1, min(limits.items, budget))
-        return limits.sequences(budget * self._frames_per_token)
+        return limits.sequences(budget * self.frames_per_token)
 
     def _most_windows(self, budget: int, sequences: int) -> int:
         """Most non-empty windows: ``floor((T + (s - 1) * S) / s)``, never more than ``T``.

@@ -83,14 +83,16 @@ class ViTInputs:
 class WindowedViTCudaGraphMixin(SupportsEncoderCudaGraph):
     """Encoder CUDA graphs for any tower that declares its geometry.
 
-    Put it in front of the model's bases. The model holds its tower as ``self.visual`` (or overrides
-    :meth:`vit_tower`) and its ``model_config``, as vLLM's models do.
+    Put it in front of the model's bases. The model holds its tower as ``self.visual``, or overrides
+    :meth:`vit_tower`.
     """
 
     def __init__(self, *, vllm_config: Any = None, prefix: str | None = None) -> None:
         # A model's own default for the prefix is left to it.
         given = {"vllm_config": vllm_config, "prefix": prefix}
         super().__init__(**{name: value for name, value in given.items() if value is not None})
+        if vllm_config and not hasattr(self, "model_config"):  # most models keep it, not all
+            self.model_config = vllm_config.model_config
         never = vllm_config and is_global_first_rank() and runner_refusal(vllm_config)
         if never:
             logger.warning("Encoder CUDA graphs are off: %s", never)
@@ -106,6 +108,12 @@ class WindowedViTCudaGraphMixin(SupportsEncoderCudaGraph):
     def vit_tower(self) -> Any:
         """The vision tower."""
         return self.visual
+
+    def vit_output_width(self) -> int:
+        """Width of the final embeddings: the tower's, or, where it does not say so because a
+        projector follows, that of what they are embedded in."""
+        width = getattr(self.vit_tower(), "out_hidden_size", None)
+        return width or self.model_config.get_inputs_embeds_size()
 
     def vit_inputs(self, mm_kwargs: Mapping[str, Any]) -> ViTInputs:
         """Find the modality, the pixel rows and the grids in one modality's ``mm_kwargs``.
@@ -287,7 +295,7 @@ class WindowedViTCudaGraphMixin(SupportsEncoderCudaGraph):
         return EncoderCudaGraphConfig(
             modalities=[m for m in self.vit_declared.modalities if limit(m)],
             buffer_keys=[PIXELS, *self.vit_declared.rows],
-            out_hidden_size=tower.out_hidden_size,
+            out_hidden_size=self.vit_output_width(),
             padding_logics=self._vit_paddings(),
             max_frames_per_video=frames,
         )

@@ -42,6 +42,7 @@ MODELS: dict[str, Served] = {
     "Qwen2_5_VLForConditionalGeneration": Served("qwen2_5_vl", "qwen2_5_vl"),
     "Qwen3VLForConditionalGeneration": Served("qwen3_vl", "qwen3_vl"),
     "Qwen3VLMoeForConditionalGeneration": Served("qwen3_vl", "qwen3_vl_moe"),
+    "Ernie4_5_VLMoeForConditionalGeneration": Served("ernie45_vl", "ernie45_vl"),
 }
 """By architecture, as a checkpoint's configuration names it. One that the installed vLLM does not
 know is left out."""

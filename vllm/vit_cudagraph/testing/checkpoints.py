@@ -60,6 +60,9 @@ _SENTENCE = (
     "seen in the picture, from left to right and from the first frame of the video to the last."
 )
 
+IMAGE_PART = "<|vision_start|><|image_pad|><|vision_end|>"
+VIDEO_PART = "<|vision_start|><|video_pad|><|vision_end|>"
+
 _CHAT_TEMPLATE = """\
 {%- for message in messages -%}
 <|im_start|>{{ message['role'] }}
@@ -70,9 +73,9 @@ _CHAT_TEMPLATE = """\
 {%- if part['type'] == 'text' -%}
 {{ part['text'] }}
 {%- elif part['type'] == 'image' or part['type'] == 'image_url' -%}
-<|vision_start|><|image_pad|><|vision_end|>
+IMAGE_PART
 {%- elif part['type'] == 'video' or part['type'] == 'video_url' -%}
-<|vision_start|><|video_pad|><|vision_end|>
+VIDEO_PART
 {%- endif -%}
 {%- endfor -%}
 {%- endif -%}
@@ -102,10 +105,10 @@ def make_checkpoint(family: str, path: str | Path, *, seed: int = 0, shallow: bo
         module = importlib.import_module(f"vllm.vit_cudagraph.testing.families.{family}")
         module.make(path, seed)
         return path
-    tokenizer = _tokenizer()
+    tokenizer = make_tokenizer()
     model = _model(family, tokenizer, SHALLOW[family] if shallow else {})
-    _fill_weights(model, tokenizer, seed)
-    with _no_progress_bar():
+    fill_weights(model, tokenizer, seed)
+    with no_progress_bar():
         model.save_pretrained(path)
     if family == "qwen3_vl_moe":
         _transpose_experts(path / "model.safetensors")
@@ -134,7 +137,7 @@ def _transpose_experts(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _no_progress_bar() -> Iterator[None]:
+def no_progress_bar() -> Iterator[None]:
     """A bar for a file that takes a hundredth of a second only clutters the caller's output."""
     from transformers.utils import logging
 
@@ -152,7 +155,8 @@ def patch_size(family: str) -> int:
     return 16 if family.startswith("qwen3") else 14
 
 
-def _tokenizer() -> Any:
+def make_tokenizer(special_tokens: Sequence[str] = SPECIAL_TOKENS) -> Any:
+    """A byte-level BPE tokenizer; the special tokens hold `<|endoftext|>` and `<|im_end|>`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -161,7 +165,7 @@ def _tokenizer() -> Any:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
-        special_tokens=list(SPECIAL_TOKENS),
+        special_tokens=list(special_tokens),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -170,9 +174,14 @@ def _tokenizer() -> Any:
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
-        additional_special_tokens=list(SPECIAL_TOKENS[1:]),
+        additional_special_tokens=list(special_tokens[1:]),
         model_max_length=32768,
     )
+
+
+def chat_template(image: str = IMAGE_PART, video: str = VIDEO_PART) -> str:
+    """The chat template, with what stands for an image and for a video in a message."""
+    return _CHAT_TEMPLATE.replace("IMAGE_PART", image).replace("VIDEO_PART", video)
 
 
 def _vision_config(family: str) -> dict[str, Any]:
@@ -244,7 +253,7 @@ def _model(family: str, tokenizer: Any, vision: dict[str, Any]) -> Any:
 
 
 @torch.no_grad()
-def _fill_weights(model: Any, tokenizer: Any, seed: int) -> None:
+def fill_weights(model: Any, tokenizer: Any, seed: int) -> None:
     """Overwrite every parameter with seeded random numbers.
 
     A matrix gets the standard deviation 1/sqrt(fan_in), so activations keep their size through
@@ -256,7 +265,7 @@ def _fill_weights(model: Any, tokenizer: Any, seed: int) -> None:
         if weight.dim() == 1:
             is_scale = name.endswith("weight")
             weight.copy_(1.0 + 0.1 * noise if is_scale else 0.1 * noise)
-        elif "embed_tokens" in name or "pos_embed" in name:
+        elif any(table in name for table in ("embed_tokens", "pos_embed", "position_embedding")):
             weight.copy_(noise)
         else:
             # Experts are stacked, (experts, rows, columns); patch embeddings are convolutions.
@@ -266,7 +275,7 @@ def _fill_weights(model: Any, tokenizer: Any, seed: int) -> None:
     # Wider logits make answers differ between pictures; special tokens are never the greedy
     # choice, so an answer always has the length that was asked for.
     head.mul_(4.0)
-    head[tokenizer.convert_tokens_to_ids(list(SPECIAL_TOKENS))] = 0.0
+    head[tokenizer.all_special_ids] = 0.0
 
 
 def _processor(family: str, tokenizer: Any) -> Any:
@@ -298,7 +307,7 @@ def _processor(family: str, tokenizer: Any) -> Any:
         image_processor = Qwen2VLImageProcessor(size=image_pixels, **patch)
         video_processor = Qwen2VLVideoProcessor(size=video_pixels, **patch)
         processor_class = Qwen2VLProcessor if family == "qwen2_vl" else Qwen2_5_VLProcessor
-    return processor_class(image_processor, tokenizer, video_processor, _CHAT_TEMPLATE)
+    return processor_class(image_processor, tokenizer, video_processor, chat_template())
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -272,8 +272,8 @@ def fits(manager: EncoderGraphManager, batch: Batch) -> list[bool]:
     geometry, limits = manager.model.vit_declared, manager.settings.limits
     budget, slots, frames = max(manager.settings.token_budgets), None, None
     if geometry.sequences == "frame":
-        # Where frames are merged a token is made of up to three.
-        slots = limits.sequences(budget * (3 if geometry.temporal_merge == "halve" else 1))
+        # Where frames are merged a token is made of several.
+        slots = limits.sequences(budget * geometry.frames_per_token)
     if batch.modality == "video":
         frames = limits.frames
     most_frames = min(limit for limit in (slots, frames, 2**31) if limit is not None)
