@@ -109,10 +109,14 @@ class WindowedViTCudaGraphMixin(SupportsEncoderCudaGraph):
         """The vision tower."""
         return self.visual
 
+    def vit_modules(self) -> Sequence[Any]:
+        """Modules that :meth:`vit_forward` runs: graphs read their weights."""
+        return (self.vit_tower(),)
+
     def vit_output_width(self) -> int:
-        """Width of the final embeddings: the tower's, or, where it does not say so because a
-        projector follows, that of what they are embedded in."""
-        width = getattr(self.vit_tower(), "out_hidden_size", None)
+        """Width of the final embeddings: as the last of :meth:`vit_modules` says, or, where it does
+        not because something follows it, that of what they are embedded in."""
+        width = getattr(self.vit_modules()[-1], "out_hidden_size", None)
         return width or self.model_config.get_inputs_embeds_size()
 
     def vit_inputs(self, mm_kwargs: Mapping[str, Any]) -> ViTInputs:
@@ -211,10 +215,12 @@ class WindowedViTCudaGraphMixin(SupportsEncoderCudaGraph):
         return loaded
 
     def vit_weight_addresses(self) -> dict[str, int]:
-        """Where the tower's parameters and buffers lie; graphs read them there."""
-        tower = self.vit_tower()
-        tensors = (*tower.named_parameters(), *tower.named_buffers())
-        return {name: tensor.data_ptr() for name, tensor in tensors}
+        """Where parameters and buffers of :meth:`vit_modules` lie; graphs read them there."""
+        return {
+            f"{number}.{name}": tensor.data_ptr()
+            for number, module in enumerate(self.vit_modules())
+            for name, tensor in (*module.named_parameters(), *module.named_buffers())
+        }
 
     def vit_checked_inputs(self, mm_kwargs: Mapping[str, Any]) -> ViTInputs:
         """:meth:`vit_inputs`, with the pixels held against the grids.
@@ -369,7 +375,7 @@ class WindowedViTCudaGraphMixin(SupportsEncoderCudaGraph):
         self, mm_kwargs: dict[str, Any], path: str = "default"
     ) -> torch.Tensor:
         inputs = self.vit_inputs(mm_kwargs)
-        metadata = self.vit_metadata(inputs.grids, self.vit_tower().device)
+        metadata = self.vit_metadata(inputs.grids, inputs.pixels.device)
         return self.vit_forward(inputs.pixels, metadata)
 
     def postprocess_encoder_output(

@@ -43,6 +43,7 @@ MODELS: dict[str, Served] = {
     "Qwen3VLForConditionalGeneration": Served("qwen3_vl", "qwen3_vl"),
     "Qwen3VLMoeForConditionalGeneration": Served("qwen3_vl", "qwen3_vl_moe"),
     "Ernie4_5_VLMoeForConditionalGeneration": Served("ernie45_vl", "ernie45_vl"),
+    "MiniMaxM3SparseForConditionalGeneration": Served("minimax_m3", "vllm.models.minimax_m3"),
 }
 """By architecture, as a checkpoint's configuration names it. One that the installed vLLM does not
 know is left out."""

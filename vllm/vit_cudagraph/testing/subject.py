@@ -39,15 +39,16 @@ def make_kwargs(model: Any, batch: Batch) -> dict[str, Any]:
     """
     geometry: ViTGeometry = model.vit_declared
     tower = model.vit_tower()
+    weight = next(tower.parameters())
     rows = (sum(geometry.patches(grid) for grid in batch.grids), *geometry.pixel_row)
     generator = torch.Generator().manual_seed(batch.seed)
     if getattr(getattr(tower, "input_norm", None), "input_dtype", None) is torch.uint8:
         pixels = torch.randint(0, 256, rows, generator=generator, dtype=torch.uint8)
     else:
-        pixels = torch.randn(rows, generator=generator).to(tower.dtype)
+        pixels = torch.randn(rows, generator=generator).to(weight.dtype)
     suffix = "" if batch.modality == "image" else f"_{batch.modality}s"
     return {
-        f"pixel_values{suffix}": pixels.to(tower.device),
+        f"pixel_values{suffix}": pixels.to(weight.device),
         f"{batch.modality}_grid_thw": torch.tensor([list(grid) for grid in batch.grids]),
     }
 
@@ -270,17 +271,17 @@ def fits(manager: EncoderGraphManager, batch: Batch) -> list[bool]:
     step within these two can exceed. So it is not asked for here; a bound that is too small shows.
     """
     geometry, limits = manager.model.vit_declared, manager.settings.limits
-    budget, slots, frames = max(manager.settings.token_budgets), None, None
-    if geometry.sequences == "frame":
-        # Where frames are merged a token is made of several.
-        slots = limits.sequences(budget * geometry.frames_per_token)
-    if batch.modality == "video":
-        frames = limits.frames
-    most_frames = min(limit for limit in (slots, frames, 2**31) if limit is not None)
+    budget = max(manager.settings.token_budgets)
+    # Where frames are merged a token is made of several.
+    slots = limits.sequences(budget * geometry.frames_per_token)
+    frames = limits.frames if batch.modality == "video" and limits.frames is not None else 2**31
+    if geometry.sequences == "item" and geometry.sequence_frames is None:
+        slots = 1
     return [
         manager.model.vit_capturable(grid)
         and geometry.output_tokens(grid) <= budget
-        and grid[0] <= most_frames
+        and geometry.usage(grid).sequences <= slots
+        and grid[0] <= frames
         for grid in batch.grids
     ]
 
