@@ -49,6 +49,10 @@ MODELS: dict[str, Served] = {
 know is left out."""
 
 
+NOT_CAPTURABLE: dict[str, str] = {}
+"""Architectures with a vision encoder that no graph can hold, and why: for the documents."""
+
+
 @dataclass(frozen=True)
 class LazyModel(_LazyRegisteredModel):
     """A class that vLLM imports when it is asked for.

@@ -8,5 +8,6 @@ A module gives ``make(path, seed)``, which writes a folder that vLLM can load, a
 * ``WEIGHTS``: whether ``make`` writes weights, so that ``vllm serve`` can serve the folder.
 
 ``make_kwargs(model, batch)`` is there where the model's inputs have other names than vLLM's usual
-ones (``testing/subject.py``), ``ENGINE`` where ``EngineArgs`` needs arguments.
+ones (``testing/subject.py``), ``ENGINE`` where ``EngineArgs`` needs arguments, ``NOTE`` where
+``docs/models.md`` is to say something of the tests.
 """

@@ -16,8 +16,8 @@ from vllm.vit_cudagraph.testing import checkpoints
 from vllm.vit_cudagraph.testing.families import _ernie45_vl_code as code
 
 PROCESSOR = (
-    "ours: no installed package ships the one that vLLM asks for, which is code in the folder on "
-    "the hub; vLLM's own half, which normalises pixels, is real"
+    "one of ours, since no installed package ships the one that vLLM asks for (code in the folder "
+    "on the hub); vLLM's own half, which normalises pixels, is real"
 )
 WEIGHTS = True
 ENGINE = {"trust_remote_code": True}

@@ -14,6 +14,7 @@ from vllm.vit_cudagraph.testing import checkpoints
 
 PROCESSOR = "real"
 WEIGHTS = False
+NOTE = "on the twin plain torch stands for the tower's two Triton kernels"
 
 SPECIAL_TOKENS = (
     "<|endoftext|>",
