@@ -547,6 +547,41 @@ def test_malformed_grids_are_refused(grid: tuple[int, ...]) -> None:
     assert str(grid) in str(refused.value), "the message shows what was found"
 
 
+def test_long_items_are_several_sequences() -> None:
+    geometry = make_geometry(sequences="item", sequence_frames=3)
+    assert geometry.sequence_lengths((7, 4, 2)) == [24, 24, 8]
+    assert [geometry.usage((t, 4, 2)).sequences for t in (1, 3, 4, 7)] == [1, 1, 2, 3]
+    # A part may be a frame of one token.
+    limits = Limits(items=2, tokens_per_sequence=1)
+    assert geometry.capacity(9, limits).sequences == 9
+    assert make_geometry(sequences="item").capacity(9, limits).sequences == 2
+    with pytest.raises(ValueError, match="sequence_frames must be at least 1 or None"):
+        make_geometry(sequences="item", sequence_frames=0)
+
+
+def test_frames_come_in_multiples() -> None:
+    """An item of one frame is an image and is always defined."""
+    geometry = make_geometry(temporal_merge="halve", frame_step=2)
+    for t in (1, 2, 8):
+        geometry.check_grid((t, 4, 4))
+    for t in (3, 7):
+        with pytest.raises(NotCapturable, match=f"{t} frames are not a multiple of 2"):
+            geometry.check_grid((t, 4, 4))
+    with pytest.raises(ValueError, match="frame_step must be at least 1"):
+        make_geometry(frame_step=0)
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_strips_of_pairs_of_frames_reach_the_bounds(side: int) -> None:
+    """Where frames come in twos, no more than two of them become one."""
+    geometry = make_geometry(2, side, temporal_merge="halve", frame_step=2)
+    strip = (2, 2, 2 * (3 * side + 1))
+    capacity = geometry.capacity(geometry.output_tokens(strip), Limits(items=1, frames=2))
+    counted = count(geometry, strip)
+    assert counted.patches == capacity.patches
+    assert len(counted.windows) == capacity.windows
+
+
 @given(geometry=geometries, grid=st.lists(st.integers(-2, 9), min_size=0, max_size=4))
 @pytest.mark.fuzz
 @examples(150)

@@ -51,6 +51,9 @@ GEOMETRIES = {
     "item": ViTGeometry(14, 2, _SEQUENCES, sequences="item", modalities=("image",)),
     "item, windows": ViTGeometry(14, 1, _WINDOWS, window_side=3, sequences="item"),
     "halve": ViTGeometry(14, 2, _SEQUENCES, temporal_merge="halve", output_rows="patches"),
+    "pairs": ViTGeometry(
+        14, 2, _SEQUENCES, temporal_merge="halve", frame_step=2, output_rows="patches"
+    ),
     "pool": ViTGeometry(14, 2, _SEQUENCES, sequences="item", temporal_merge="pool"),
     "videos only": ViTGeometry(14, 2, _SEQUENCES, modalities=("video",)),
     "another modality": ViTGeometry(14, 2, _SEQUENCES, modalities=("vision_chunk",)),
@@ -332,14 +335,16 @@ def frame_slots(g: ViTGeometry, c: Capacity) -> int:
 
 
 def fills_slots(g: ViTGeometry, c: Capacity, b: Batch) -> bool:
-    frames = total(g, b.grids).frames
-    return b.modality == "video" and fits(g, c, b) and frames == frame_slots(g, c)
+    """As many frames as there are slots, in whole multiples."""
+    frames, slots = total(g, b.grids).frames, frame_slots(g, c)
+    return b.modality == "video" and fits(g, c, b) and slots - g.frame_step < frames <= slots
 
 
 def above_slots(g: ViTGeometry, c: Capacity, b: Batch) -> bool:
     # The bound on windows is made for so many frames, and grows with the slots.
-    room = {"sequences": 1, "windows": 1} if frame_slots(g, c) == c.sequences else {}
-    room |= {"frames": 1} if frame_slots(g, c) == c.frames else {}
+    over = g.frame_step
+    room = {"sequences": over, "windows": over} if frame_slots(g, c) == c.sequences else {}
+    room |= {"frames": over} if frame_slots(g, c) == c.frames else {}
     return b.modality == "video" and only_too_many(g, c, b, **room)
 
 
@@ -441,6 +446,7 @@ MISSING = {
     "item": OF_WINDOWS | OF_CLIPS,
     "item, windows": NOT_HALVED | OF_SLOTS | {"images with the most windows"},
     "halve": OF_WINDOWS | {"one clip fills the budget"},
+    "pairs": OF_WINDOWS | NOT_HALVED | {"one clip fills the budget"},
     "pool": OF_WINDOWS | OF_CLIPS,
     "videos only": NOT_HALVED | OF_WINDOWS,
     "another modality": OF_WINDOWS | OF_CLIPS,
@@ -532,8 +538,12 @@ def test_edges_of_a_users_limit_on_frames(name: str, in_capacity: bool, frames: 
         kinds.add(kind)
     has_clips = "video" in geometry.modalities
     assert ("one clip one frame above the slots" in kinds) == has_clips
-    assert ("one clip takes every frame slot" in kinds) == (has_clips and frames > 0)
-    assert ("several clips take every frame slot" in kinds) == (has_clips and frames > 1)
+    assert ("one clip takes every frame slot" in kinds) == (
+        has_clips and frames >= geometry.frame_step
+    )
+    assert ("several clips take every frame slot" in kinds) == (
+        has_clips and frames >= 2 * geometry.frame_step
+    )
 
 
 def test_edges_of_nothing_are_refused() -> None:

@@ -213,7 +213,11 @@ class ViTGeometry:
         window_side: Side of an attention window in merged tokens, or None.
         temporal_merge: ``none``; ``halve`` (two frames become one token row, Ernie4.5-VL);
             ``pool`` (all frames become one, Kimi-K2.5).
+        frame_step: Items of several frames have a multiple of so many, where the model defines
+            nothing else.
         sequences: Whether an attention sequence is a ``frame`` or a whole ``item``.
+        sequence_frames: Most frames of a sequence where that is an item: one of more frames is
+            several sequences.
         output_rows: What a row of the tower's output is: a merged ``tokens`` row, or one of
             ``patches`` where a resampler follows.
         modalities: Names as vLLM has them.
@@ -232,37 +236,46 @@ class ViTGeometry:
     in_channels: int = 3
     window_side: int | None = None
     temporal_merge: Literal["none", "halve", "pool"] = "none"
+    frame_step: int = 1
     sequences: Literal["frame", "item"] = "frame"
+    sequence_frames: int | None = None
     output_rows: Literal["tokens", "patches"] = "tokens"
     modalities: tuple[str, ...] = ("image", "video")
     pixel_row_shape: tuple[int, ...] = field(default=())
 
     @classmethod
-    def of_tower(cls, tower: Any, *rows: Mapping[str, Rows], **declared: Any) -> ViTGeometry:
+    def of_tower(
+        cls, tower: Any, *rows: Mapping[str, Rows], embed: Any = None, **declared: Any
+    ) -> ViTGeometry:
         """Read patch, merge and channel sizes off a tower of the usual make.
 
         Args:
-            tower: Has ``patch_embed`` (``patch_size``, ``temporal_patch_size``, a convolution
-                ``proj``) and ``spatial_merge_size``.
+            tower: Has ``patch_embed`` (``patch_size``, ``temporal_patch_size`` unless it is 1, and
+                ``in_channels``, ``num_channels`` or a convolution ``proj``) and
+                ``spatial_merge_size``.
+            embed: What stands for ``tower.patch_embed``.
             rows: The metadata's tensors, see :func:`position_rows` and its neighbours.
             declared: Any other field.
         """
-        embed = tower.patch_embed
+        embed = tower.patch_embed if embed is None else embed
+        channels = getattr(embed, "in_channels", None) or getattr(embed, "num_channels", None)
         return cls(
             patch_size=embed.patch_size,
-            temporal_patch_size=embed.temporal_patch_size,
-            in_channels=embed.proj.in_channels,
+            temporal_patch_size=getattr(embed, "temporal_patch_size", 1),
+            in_channels=channels or embed.proj.in_channels,
             merge_size=tower.spatial_merge_size,
             rows={name: row for part in rows for name, row in part.items()},
             **declared,
         )
 
     def __post_init__(self) -> None:
-        for name in ("patch_size", "merge_size", "temporal_patch_size", "in_channels"):
+        sizes = ("patch_size", "merge_size", "temporal_patch_size", "in_channels", "frame_step")
+        for name in sizes:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.window_side is not None and self.window_side < 1:
-            raise ValueError(f"window_side must be at least 1 or None, got {self.window_side}")
+        for name in ("window_side", "sequence_frames"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1 or None, got {getattr(self, name)}")
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {choices}, got {getattr(self, name)!r}")
@@ -297,7 +310,11 @@ class ViTGeometry:
         """Raise :class:`NotCapturable` unless ``grid`` is one that the tower defines."""
         if len(grid) != 3 or min(grid) < 1:
             raise NotCapturable(MALFORMED, f"{tuple(grid)} is not three positive numbers")
-        _, h, w = grid
+        t, h, w = grid
+        if t > 1 and t % self.frame_step:
+            raise NotCapturable(
+                MALFORMED, f"{t} frames are not a multiple of {self.frame_step} frames"
+            )
         if h % self.merge_size or w % self.merge_size:
             raise NotCapturable(
                 MALFORMED, f"{tuple(grid)} is not a multiple of merge size {self.merge_size}"
@@ -325,9 +342,11 @@ class ViTGeometry:
 
     def sequence_lengths(self, grid: Grid) -> list[int]:
         """Lengths in patches of the item's full-attention sequences, in order."""
-        if self.sequences == "item":
-            return [self.patches(grid)]
-        return [grid[1] * grid[2]] * grid[0]
+        t, frame = grid[0], grid[1] * grid[2]
+        if self.sequences == "frame":
+            return [frame] * t
+        most = self.sequence_frames or t
+        return [min(most, t - first) * frame for first in range(0, t, most)]
 
     def window_lengths(self, grid: Grid) -> npt.NDArray[np.int64]:
         """Lengths in patches of the item's non-empty windows, in window order; shape ``[W]``."""
@@ -382,10 +401,16 @@ class ViTGeometry:
         return Usage(
             patches=self.patches(grid),
             tokens=self.output_tokens(grid),
-            sequences=1 if self.sequences == "item" else grid[0],
+            sequences=self._sequences(grid[0]),
             windows=self.windows(grid),
             frames=grid[0],
         )
+
+    def _sequences(self, frames: int) -> int:
+        """Attention sequences of an item of so many frames."""
+        if self.sequences == "frame":
+            return frames
+        return -(-frames // self.sequence_frames) if self.sequence_frames else 1
 
     # -- one budget ----------------------------------------------------------------------------
 
@@ -407,18 +432,21 @@ class ViTGeometry:
         t = 3). Where all frames are pooled no bound exists; such a tower captures t = 1 alone
         (``vit_capturable``), for which the plain bound holds.
         """
-        return budget * self.merge_unit * self._frames_per_token
+        return budget * self.merge_unit * self.frames_per_token
 
     @property
-    def _frames_per_token(self) -> int:
+    def frames_per_token(self) -> int:
         """Most frames that one output token is made of (see :meth:`_most_patches`)."""
-        return 3 if self.temporal_merge == "halve" else 1
+        if self.temporal_merge != "halve":
+            return 1
+        return 3 if self.frame_step % 2 else 2
 
     def _most_sequences(self, budget: int, limits: Limits) -> int:
         """Most attention sequences; the planner never sends a step with more to the graph."""
-        if self.sequences == "item":
+        if self.sequences == "item" and self.sequence_frames is None:
             return max(1, min(limits.items, budget))
-        return limits.sequences(budget * self._frames_per_token)
+        # A sequence of an item in parts has a frame at least, and an image is one.
+        return limits.sequences(budget * self.frames_per_token)
 
     def _most_windows(self, budget: int, sequences: int) -> int:
         """Most non-empty windows: ``floor((T + (s - 1) * S) / s)``, never more than ``T``.

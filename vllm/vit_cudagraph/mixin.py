@@ -100,6 +100,8 @@ class WindowedViTCudaGraphMixin:
         # A model's own default for the prefix is left to it.
         given = {"vllm_config": vllm_config, "prefix": prefix}
         super().__init__(**{name: value for name, value in given.items() if value is not None})
+        if vllm_config and not hasattr(self, "model_config"):  # most models keep it, not all
+            self.model_config = vllm_config.model_config
         never = vllm_config and is_global_first_rank() and runner_refusal(vllm_config)
         if never:
             logger.warning("Encoder CUDA graphs are off: %s", never)

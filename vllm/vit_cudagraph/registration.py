@@ -85,9 +85,15 @@ MODELS: dict[str, Served] = {
     "Qwen3VLNemotronEmbedModel": Served("colqwen3", "colqwen3", "ColQwen3Model"),
     "ColQwen3_5": Served("colqwen3_5", "colqwen3_5", "ColQwen3_5Model"),
     "JinaVLForRanking": Served("jina_vl", "jina_vl", "JinaVLForSequenceClassification"),
+    "Ernie4_5_VLMoeForConditionalGeneration": Served("ernie45_vl", "ernie45_vl"),
+    "MiniMaxM3SparseForConditionalGeneration": Served("minimax_m3", "vllm.models.minimax_m3"),
 }
 """By architecture, as a checkpoint's configuration names it. One that the installed vLLM does not
 know is left out."""
+
+
+NOT_CAPTURABLE: dict[str, str] = {}
+"""Architectures with a vision encoder that no graph can hold, and why: for the documents."""
 
 
 @dataclass(frozen=True)

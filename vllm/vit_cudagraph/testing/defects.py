@@ -74,8 +74,10 @@ def _still(geometry: ViTGeometry, *shapes: tuple[int, int], seed: int = 3) -> Ba
 
 
 def _clip(geometry: ViTGeometry, *clips: tuple[int, int, int], seed: int = 3) -> Batch:
-    m = geometry.merge_size
-    return Batch("video", tuple((t, rows * m, cols * m) for t, rows, cols in clips), seed)
+    """Clips by frames, rows and columns; fewer frames where the model wants a multiple."""
+    m, step = geometry.merge_size, geometry.frame_step
+    grids = ((t // step * step, rows * m, cols * m) for t, rows, cols in clips)
+    return Batch("video", tuple(grids), seed)
 
 
 @_defect("1: packing does not count frames", _has_video, "no videos")

@@ -96,12 +96,13 @@ def grids(
         ValueError: A limit is below 1.
     """
     processed = processed_grids(geometry, most_tokens=most_tokens, frames=frames)
+    step, frames = _frame_step(geometry, most_tokens, frames)
     side = geometry.window_side or 1
     kinds: list[_Kind] = [_as_drawn, _strip, _square]
     if side > 1:
         kinds += [_on_windows(side, 0), _on_windows(side, 1), _on_windows(side, -1)]
     return st.one_of(
-        _shaped_grids(geometry.merge_size, most_tokens, frames, tuple(kinds)), processed
+        _shaped_grids(geometry.merge_size, most_tokens, frames, step, tuple(kinds)), processed
     )
 
 
@@ -127,7 +128,14 @@ def processed_grids(
     from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
     factor = geometry.patch_size * geometry.merge_size
-    return _processed(smart_resize, factor, geometry.merge_size, most_tokens, frames)
+    step, frames = _frame_step(geometry, most_tokens, frames)
+    return _processed(smart_resize, factor, geometry.merge_size, most_tokens, frames, step)
+
+
+def _frame_step(geometry: ViTGeometry, most_tokens: int, frames: int) -> tuple[int, int]:
+    """What numbers of frames are multiples of, and the most; one frame where no multiple fits."""
+    step = geometry.frame_step
+    return (1, 1) if min(most_tokens, frames) < step else (step, frames)
 
 
 @st.composite
@@ -138,8 +146,9 @@ def _processed(
     merge: int,
     most_tokens: int,
     frames: int,
+    step: int,
 ) -> Grid:
-    t = draw(_up_to(min(frames, most_tokens)))
+    t = step * draw(_up_to(min(frames, most_tokens) // step))
     limit = most_tokens // t
     fits_unscaled = factor * (math.isqrt(limit) + 1)
     short = draw(_up_to(draw(_one_of((fits_unscaled, _PHOTO)))))
@@ -179,9 +188,9 @@ _Kind = Callable[[int, int], Shape]
 
 @st.composite
 def _shaped_grids(
-    draw: st.DrawFn, merge: int, most_tokens: int, frames: int, kinds: tuple[_Kind, ...]
+    draw: st.DrawFn, merge: int, most_tokens: int, frames: int, step: int, kinds: tuple[_Kind, ...]
 ) -> Grid:
-    t = draw(_up_to(min(frames, most_tokens)))
+    t = step * draw(_up_to(min(frames, most_tokens) // step))
     kind = draw(_one_of(kinds))
     # The shorter side first: drawn over the whole range, nearly all would be strips.
     short = draw(_up_to(math.isqrt(most_tokens // t)))
@@ -635,19 +644,29 @@ def _frame_slots(geometry: ViTGeometry, capacity: Capacity) -> int | None:
     return min(slots + ([] if capacity.frames is None else [capacity.frames]), default=None)
 
 
+def _past_slots(geometry: ViTGeometry, capacity: Capacity, past: int) -> int | None:
+    """As many frames as a step may have and ``past`` more, or the fewest above that, where frames
+    come in multiples; at most so many, where ``past`` is 0. None where there are none such."""
+    slots, step = _frame_slots(geometry, capacity), geometry.frame_step
+    if slots is None:
+        return None
+    frames = slots // step * step if past == 0 else -(-(slots + past) // step) * step
+    return frames or None
+
+
 def _clip_past_slots(past: int) -> _Edge:
     """One clip with as many frames as a step may have, and ``past`` more."""
 
     def edge(geometry: ViTGeometry, capacity: Capacity, pick: _Pick) -> Batch | None:
-        slots = _frame_slots(geometry, capacity)
-        if slots is None or slots + past < 1:
+        frames = _past_slots(geometry, capacity, past)
+        if frames is None:
             return None
         # So wide that the rest still fits, and the frames alone decide.
-        narrowest = geometry.usage((slots + past, geometry.merge_size, geometry.merge_size))
+        narrowest = geometry.usage((frames, geometry.merge_size, geometry.merge_size))
         widest = min(capacity.budget // narrowest.tokens, capacity.patches // narrowest.patches)
         if not widest:
             return None
-        return _clips(geometry, [(slots + past, _shape(pick(range(1, widest + 1)), pick))])
+        return _clips(geometry, [(frames, _shape(pick(range(1, widest + 1)), pick))])
 
     return edge
 
@@ -656,17 +675,16 @@ def _clips_past_slots(past: int) -> _Edge:
     """Two or more clips of single tokens that share the frames of a step, and ``past`` more."""
 
     def edge(geometry: ViTGeometry, capacity: Capacity, pick: _Pick) -> Batch | None:
-        slots = _frame_slots(geometry, capacity)
-        if slots is None:
+        frames, step = _past_slots(geometry, capacity, past), geometry.frame_step
+        if frames is None:
             return None
-        frames = slots + past
-        most = min(capacity.items, frames, _MOST_PARTS)
+        most = min(capacity.items, frames // step, _MOST_PARTS)
         # Merged in twos and threes, frames take half as many tokens or fewer, or one.
         worst = most + (frames - most) // 2 if geometry.temporal_merge == "halve" else frames
         if most < 2 or worst > capacity.budget:
             return None
-        parts = _parts(frames, pick(range(2, most + 1)), pick)
-        return _clips(geometry, [(part, (1, 1)) for part in parts])
+        parts = _parts(frames // step, pick(range(2, most + 1)), pick)
+        return _clips(geometry, [(step * part, (1, 1)) for part in parts])
 
     return edge
 
@@ -685,7 +703,7 @@ def _clip_fills(geometry: ViTGeometry, capacity: Capacity, pick: _Pick) -> Batch
 def _three_frames_make_one(geometry: ViTGeometry, capacity: Capacity, pick: _Pick) -> Batch | None:
     """The most patches for the tokens, where two frames become one."""
     slots = _frame_slots(geometry, capacity)
-    if geometry.temporal_merge != "halve" or (slots is not None and slots < 3):
+    if geometry.frames_per_token != 3 or (slots is not None and slots < 3):
         return None
     return _clips(geometry, [(3, _shape(capacity.budget, pick))])
 

@@ -21,7 +21,7 @@ from vllm.vit_cudagraph.captured import CapturedBudget
 from vllm.vit_cudagraph.costs import CostLines
 from vllm.vit_cudagraph.geometry import PIXELS, Grid, ViTGeometry
 from vllm.vit_cudagraph.manager import EncoderGraphManager
-from vllm.vit_cudagraph.mixin import ViTInputs, device_of, normed_dtype
+from vllm.vit_cudagraph.mixin import ViTInputs, normed_dtype
 from vllm.vit_cudagraph.planning import Step
 from vllm.vit_cudagraph.testing.models import place
 from vllm.vit_cudagraph.testing.oracles import Mismatch, assert_close, capture_faults, tail_faults
@@ -39,15 +39,16 @@ def make_kwargs(model: Any, batch: Batch) -> dict[str, Any]:
     """
     geometry: ViTGeometry = model.vit_declared
     tower = model.vit_tower()
+    weight = next(tower.parameters())
     rows = (sum(geometry.patches(grid) for grid in batch.grids), *geometry.pixel_row)
     generator = torch.Generator().manual_seed(batch.seed)
     if normed_dtype(tower) is torch.uint8:
         pixels = torch.randint(0, 256, rows, generator=generator, dtype=torch.uint8)
     else:
-        pixels = torch.randn(rows, generator=generator).to(next(tower.parameters()).dtype)
+        pixels = torch.randn(rows, generator=generator).to(weight.dtype)
     suffix = "" if batch.modality == "image" else f"_{batch.modality}s"
     return {
-        f"pixel_values{suffix}": pixels.to(device_of(tower)),
+        f"pixel_values{suffix}": pixels.to(weight.device),
         f"{batch.modality}_grid_thw": torch.tensor([list(grid) for grid in batch.grids]),
     }
 
@@ -270,17 +271,17 @@ def fits(manager: EncoderGraphManager, batch: Batch) -> list[bool]:
     step within these two can exceed. So it is not asked for here; a bound that is too small shows.
     """
     geometry, limits = manager.model.vit_declared, manager.settings.limits
-    budget, slots, frames = max(manager.settings.token_budgets), None, None
-    if geometry.sequences == "frame":
-        # Where frames are merged a token is made of up to three.
-        slots = limits.sequences(budget * (3 if geometry.temporal_merge == "halve" else 1))
-    if batch.modality == "video":
-        frames = limits.frames
-    most_frames = min(limit for limit in (slots, frames, 2**31) if limit is not None)
+    budget = max(manager.settings.token_budgets)
+    # Where frames are merged a token is made of several.
+    slots = limits.sequences(budget * geometry.frames_per_token)
+    frames = limits.frames if batch.modality == "video" and limits.frames is not None else 2**31
+    if geometry.sequences == "item" and geometry.sequence_frames is None:
+        slots = 1
     return [
         manager.model.vit_capturable(grid)
         and geometry.output_tokens(grid) <= budget
-        and grid[0] <= most_frames
+        and geometry.usage(grid).sequences <= slots
+        and grid[0] <= frames
         for grid in batch.grids
     ]
 

@@ -9,5 +9,6 @@ A module gives ``make(path, seed)``, which writes a folder that vLLM can load, a
 
 ``make_kwargs(model, batch)`` is there where the model's inputs have other names than vLLM's usual
 ones (``testing/subject.py``), ``ENGINE`` where ``EngineArgs`` needs arguments, ``SERVE`` where
-``vllm serve`` does, ``ENVIRONMENT`` where either needs environment variables.
+``vllm serve`` does, ``ENVIRONMENT`` where either needs environment variables, ``NOTE`` where
+``docs/models.md`` is to say something of the tests.
 """
