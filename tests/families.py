@@ -32,7 +32,7 @@ def family_subject(family: str) -> Subject:
     module = importlib.import_module(f"vllm.vit_cudagraph.testing.families.{family}")
     config = family_config(family)
     make = getattr(module, "make_kwargs", usual_kwargs)
-    with mock.patch.dict(os.environ, getattr(module, "ENVIRONMENT", {})):
+    with environment(family):
         return Subject(models.build_model(config), config, make_kwargs=make)
 
 
@@ -81,7 +81,8 @@ class FamilyConformance(EncoderGraphConformance):
         bases = type(model).__mro__
         upstream = next(c for c in bases if c.__module__.startswith(UPSTREAM_MODELS))
         tower = next(name for name, m in model.named_modules() if m is model.vit_tower())
-        return models.build_model(config, model_class=upstream, tower=tower)
+        with environment(self.family):
+            return models.build_model(config, model_class=upstream, tower=tower)
 
     def expected_rows(self, mm_kwargs: dict[str, Any], grids: Any) -> list[int]:
         """Rows of each item, by the processor rather than the geometry where they may differ."""
