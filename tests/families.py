@@ -20,18 +20,25 @@ from vllm.vit_cudagraph.testing.subject import make_kwargs as usual_kwargs
 UPSTREAM_MODELS = ("vllm.model_executor.models.", "vllm.models.")
 
 
+def module(family: str) -> Any:
+    return importlib.import_module(f"vllm.vit_cudagraph.testing.families.{family}")
+
+
+def environment(family: str) -> Any:
+    """While open, the environment variables that the family needs."""
+    return mock.patch.dict(os.environ, getattr(module(family), "ENVIRONMENT", {}))
+
+
 @cache
 def family_config(family: str) -> VllmConfig:
-    module = importlib.import_module(f"vllm.vit_cudagraph.testing.families.{family}")
-    with mock.patch.dict(os.environ, getattr(module, "ENVIRONMENT", {})):
-        return models.make_config(family, **getattr(module, "ENGINE", {}))
+    with environment(family):
+        return models.make_config(family, **getattr(module(family), "ENGINE", {}))
 
 
 @cache
 def family_subject(family: str) -> Subject:
-    module = importlib.import_module(f"vllm.vit_cudagraph.testing.families.{family}")
     config = family_config(family)
-    make = getattr(module, "make_kwargs", usual_kwargs)
+    make = getattr(module(family), "make_kwargs", usual_kwargs)
     with environment(family):
         return Subject(models.build_model(config), config, make_kwargs=make)
 
