@@ -30,9 +30,13 @@ class NoText(torch.nn.Module):
         pass
 
 
-def subject() -> Subject:
+def without_text() -> Any:
     on_cpu = models.place().device == "cpu"
-    with mock.patch(TEXT_MODEL, NoText) if on_cpu else nullcontext():
+    return mock.patch(TEXT_MODEL, NoText) if on_cpu else nullcontext()
+
+
+def subject() -> Subject:
+    with without_text():
         return family_subject("kimi_k3")
 
 
@@ -43,6 +47,10 @@ class TestKimiK3(FamilyConformance):
     @classmethod
     def make_model(cls) -> Subject:
         return subject()
+
+    def upstream_model(self) -> Any:
+        with without_text():
+            return super().upstream_model()
 
 
 def test_what_differs_from_kimi_k25_is_there() -> None:
