@@ -78,7 +78,6 @@ MODELS: dict[str, Served] = {
     "InternS2MobiusForConditionalGeneration": Served("interns2_mobius", "interns2_mobius"),
     "BailingMoeV3VLForConditionalGeneration": Served("bailing_moe_v3_vl", "bailing_moe_v3_vl"),
     "Cosmos3ForConditionalGeneration": Served("cosmos3", "cosmos3"),
-    "Qwen4ExpForConditionalGeneration": Served("qwen4_exp", "vllm.models.qwen4_exp"),
     "Cosmos3EdgeForConditionalGeneration": Served("cosmos3_edge", "cosmos3_edge"),
     "ColQwen3": Served("colqwen3", "colqwen3", "ColQwen3Model"),
     "OpsColQwen3Model": Served("colqwen3", "colqwen3", "ColQwen3Model"),
