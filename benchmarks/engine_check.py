@@ -38,6 +38,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import encoder_clock
 from towers_full_size import make_folder, same_weights
 
 TOLERANCE = 3e-2
@@ -57,10 +58,7 @@ def fill_weights(worker: Any) -> None:
 
 def manager_of(worker: Any) -> Any:
     """The encoder manager of either model runner."""
-    runner = worker.model_runner
-    if hasattr(runner, "model_state"):
-        return runner.model_state.encoder_runner.cudagraph_manager
-    return runner.encoder_cudagraph_manager
+    return encoder_clock.manager_of(worker.model_runner)
 
 
 @dataclass

@@ -55,6 +55,9 @@ SPECIAL_TOKENS = (
     "<|video_pad|>",
 )
 
+CHAT_TOKENS = SPECIAL_TOKENS[:3]
+"""Those of the chat template alone, for families with image tokens of their own."""
+
 _SENTENCE = (
     "A photograph shows a person, a cat, a cup of coffee or a rocket; the answer names what is "
     "seen in the picture, from left to right and from the first frame of the video to the last."

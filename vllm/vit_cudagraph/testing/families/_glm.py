@@ -27,8 +27,7 @@ TABLE_SIDE = 8
 
 
 def make_tokenizer() -> Any:
-    chat = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-    return checkpoints.make_tokenizer((*chat, *TOKENS.values()))
+    return checkpoints.make_tokenizer((*checkpoints.CHAT_TOKENS, *TOKENS.values()))
 
 
 def make_config(model_type: str, tokenizer: Any, **text: Any) -> Any:

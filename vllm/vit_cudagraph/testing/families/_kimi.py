@@ -23,9 +23,8 @@ HIDDEN, INTERMEDIATE = checkpoints.VISION_HIDDEN, 2 * checkpoints.VISION_HIDDEN
 
 
 def make_tokenizer(*more: str) -> Any:
-    chat = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
     media = ("<|media_begin|>", "<|media_content|>", MEDIA_PAD, "<|media_end|>")
-    tokenizer = checkpoints.make_tokenizer((*chat, *media, *more))
+    tokenizer = checkpoints.make_tokenizer((*checkpoints.CHAT_TOKENS, *media, *more))
     tokenizer.chat_template = checkpoints.chat_template(IMAGE)
     return tokenizer
 

@@ -27,8 +27,7 @@ TOKENS = {
 def make(path: Path, seed: int) -> None:
     from transformers import CohereCompassConfig
 
-    chat = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-    tokenizer = checkpoints.make_tokenizer((*chat, *TOKENS.values()))
+    tokenizer = checkpoints.make_tokenizer((*checkpoints.CHAT_TOKENS, *TOKENS.values()))
     ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in TOKENS.items()}
     vision_config = {
         "depth": 3,

@@ -19,9 +19,8 @@ WEIGHTS = False
 
 def make(path: Path, seed: int) -> None:
     _kanana_v.register()
-    chat = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
     # vLLM takes the token after the end of a message for that of an image.
-    tokenizer = checkpoints.make_tokenizer((*chat, "<|image_pad|>", "<image>"))
+    tokenizer = checkpoints.make_tokenizer((*checkpoints.CHAT_TOKENS, "<|image_pad|>", "<image>"))
     config = _kanana_v.KananaVConfig(
         vision_config={
             "depth": 3,
