@@ -75,6 +75,8 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 _SERVERS = (
     "tests/test_serve.py",
+    "tests/test_serve_families.py",
+    "tests/test_serving_benchmark.py",
     "tests/test_examples.py",
     "tests/test_settings.py",
     "tests/test_stopped.py",
