@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every further family is held to: the conformance suite, and its real processor's inputs."""
 
+import copy
 import importlib
 import os
 from functools import cache
@@ -29,10 +30,18 @@ def environment(family: str) -> Any:
     return mock.patch.dict(os.environ, getattr(module(family), "ENVIRONMENT", {}))
 
 
+def engine_arguments(family: str) -> dict[str, Any]:
+    """What ``EngineArgs`` needs; a text model's backend only where the family was tried with it."""
+    arguments = dict(getattr(module(family), "ENGINE", {}))
+    if models.place().device != "cpu":
+        arguments.pop("attention_backend", None)
+    return arguments
+
+
 @cache
 def family_config(family: str) -> VllmConfig:
     with environment(family):
-        return models.make_config(family, **getattr(module(family), "ENGINE", {}))
+        return models.make_config(family, **engine_arguments(family))
 
 
 @cache
@@ -72,6 +81,21 @@ class FamilyConformance(EncoderGraphConformance):
             assert all(torch.isfinite(rows).all() for rows in outputs)
             assert [len(rows) for rows in outputs] == self.expected_rows(mm_kwargs, grids)
 
+    def test_pixels_have_the_models_dtype(self) -> None:
+        """The processor makes what the model computes in, or the hook casts as upstream does;
+        pixels of another dtype than the buffers' would never be replayed."""
+        subject = self.subject()
+        half = copy.copy(subject.config)
+        half.model_config = copy.copy(half.model_config)
+        half.model_config.dtype = torch.float16
+        for modality in subject.geometry.modalities:
+            mm_kwargs = getattr(processed, f"{modality}_kwargs")(half)
+            pixels = subject.model.vit_inputs(mm_kwargs).pixels
+            if pixels.is_floating_point() and pixels.dtype != torch.float16:
+                rows = subject.kwargs(Batch(modality, ((1, 4, 4),)))
+                other = {k: _in_half(v) for k, v in rows.items()}
+                assert subject.model.vit_inputs(other).pixels.dtype == subject.dtype
+
     def test_upstreams_own_class(self) -> None:
         """The same weights in upstream's class, whose layers nothing has replaced."""
         subject, upstream = self.subject(), self.upstream_model()
@@ -94,3 +118,11 @@ class FamilyConformance(EncoderGraphConformance):
     def expected_rows(self, mm_kwargs: dict[str, Any], grids: Any) -> list[int]:
         """Rows of each item, by the processor rather than the geometry where they may differ."""
         return [self.subject().geometry.output_tokens(grid) for grid in grids]
+
+
+def _in_half(value: Any) -> Any:
+    """Tensors of floating-point numbers, of one or of several items, as float16."""
+    if isinstance(value, list | tuple):
+        return [_in_half(part) for part in value]
+    floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value.half() if floating else value

@@ -25,8 +25,8 @@ class TestLlavaOnevision2(FamilyConformance):
         model = self.subject().model
         kwargs = self.subject().kwargs(Batch("image", [(1, 2, 4)], 0))
         numbers = [0, 1, 255, 256, 257, 2049, 65535, 65536, 100_001] + [7] * 15
-        kwargs["patch_positions"] = torch.tensor(numbers).view(8, 3)
-        kwargs["pixel_values"] = kwargs["pixel_values"].to(dtype)
+        kwargs["pixel_values"] = pixels = kwargs["pixel_values"].to(dtype)
+        kwargs["patch_positions"] = torch.tensor(numbers, device=pixels.device).view(8, 3)
         rows = model.vit_inputs(kwargs).pixels
         assert rows.dtype == dtype and rows.shape[1:] == model.vit_declared.pixel_row
         low, middle, high = rows[:, -9:].float().split(3, dim=1)

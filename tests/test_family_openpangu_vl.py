@@ -43,7 +43,7 @@ class TestOpenPanguVL(TakesLongest, FamilyConformance):
         raw, model = mm_kwargs["pixel_values"], subject.model
         rows = model.vit_inputs(mm_kwargs).pixels.unflatten(1, (3, 2, -1))
         assert torch.equal(rows[:, :, 0], rows[:, :, 1])
-        mean, std = (torch.tensor(v)[:, None] for v in (model.image_mean, model.image_std))
+        mean, std = (raw.new_tensor(v)[:, None] for v in (model.image_mean, model.image_std))
         expected = (raw.unflatten(1, (3, -1)).float() / 255 - mean) / std
         torch.testing.assert_close(rows[:, :, 0].float(), expected, atol=2e-2, rtol=1e-2)
         assert torch.equal(model.vit_repack(mm_kwargs, [1])["pixel_values"], raw[16:])

@@ -33,13 +33,15 @@ class KananaVForConditionalGeneration(
     def vit_inputs(self, mm_kwargs: Mapping[str, Any]) -> ViTInputs:
         keys = "pixel_values", "vision_grid_thw"
         named = {"pixel_values": mm_kwargs.get(keys[0]), "image_grid_thw": mm_kwargs.get(keys[1])}
-        return replace(super().vit_inputs(named), keys=keys)
+        inputs = super().vit_inputs(named)
+        # The processor makes float32 whatever the model's dtype is.
+        return replace(inputs, keys=keys, pixels=inputs.pixels.to(self.vision_model.dtype))
 
     def vit_forward(
         self, pixels: torch.Tensor, metadata: dict[str, torch.Tensor | None]
     ) -> torch.Tensor:
         tower, index = self.vision_model, self.config.projector_config.feature_layer_index
-        x = tower.patch_embed(pixels.to(tower.dtype)).unsqueeze(1)
+        x = tower.patch_embed(pixels).unsqueeze(1)
         # Upstream keeps what goes into each block, and the last one's output: 0 to all of them.
         for block in tower.blocks[: range(len(tower.blocks) + 1)[index]]:
             x = block(x, **metadata)

@@ -36,10 +36,11 @@ def make(path: Path, seed: int) -> None:
         "moe_shared_expert_intermediate_size": 32,
         "layer_group_size": 2,
         "no_kda_lora": True,
-        "kv_lora_rank": 64,
-        "qk_rope_head_dim": 32,
-        "qk_nope_head_dim": 32,
-        "v_head_dim": 32,
+        # The sizes that GPU kernels of latent attention are made for.
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
         "pad_token_id": tokenizer.pad_token_id,
         "eos_token_id": tokenizer.eos_token_id,
     }
@@ -49,6 +50,6 @@ def make(path: Path, seed: int) -> None:
         tokenizer,
         vision_config=_qwen.qwen3_vision(out_hidden_size=4 * checkpoints.VISION_HIDDEN),
         text_config=text,
-        mrope_section=[6, 5, 5],
+        mrope_section=[12, 10, 10],
     )
     checkpoints.make_processor("qwen3_vl", tokenizer).save_pretrained(path)

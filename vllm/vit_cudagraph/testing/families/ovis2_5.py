@@ -101,7 +101,7 @@ def make_kwargs(model: Any, batch: Batch) -> dict[str, Any]:
 
     return {
         f"{prefix}pixel_values": _batched([pixels(grid) for grid in batch.grids]),
-        f"{prefix}grids": torch.tensor([[list(grid)] for grid in batch.grids]),
+        f"{prefix}grids": torch.tensor([[list(grid)] for grid in batch.grids], device=tower.device),
         f"{prefix}indicator_tokens": _batched([marks(grid) for grid in batch.grids]),
     }
 
