@@ -469,6 +469,18 @@ def test_forward_must_compute_one_tensor(forward: Forward, message: str) -> None
         record(lambda: forward(buffer))
 
 
+def test_operators_are_seen_where_something_has_switched_dispatch_modes_off() -> None:
+    """As a whole, and only as long as the recording lasts."""
+    buffer, python = data(0, 4), torch._C.DispatchKey.Python
+    with torch._C._DisableTorchDispatch():
+        graph, output = record(lambda: buffer * 2)
+        assert torch._C._dispatch_tls_is_dispatch_key_excluded(python)
+    assert not torch._C._dispatch_tls_is_dispatch_key_excluded(python)
+    buffer.fill_(3)
+    graph.replay()
+    assert torch.equal(output, torch.full((4,), 6.0))
+
+
 def test_vllms_own_cpu_attention_is_refused() -> None:
     """It reads offsets on the host, inside a custom operator: the reason for our own."""
     x, offsets = data(0, 1, 4, 2, 8), torch.tensor([0, 4], dtype=torch.int32)

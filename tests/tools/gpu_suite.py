@@ -7,9 +7,9 @@
     python tests/tools/gpu_suite.py --suite families                  # tests/test_family_*.py
 
 Needs a vLLM for GPUs with this package, pytest and hypothesis; not pytest-timeout. It runs one
-pytest process a class, several at a time on the one GPU, because a tiny tower leaves it idle. Planted faults are left out unless asked for: some end the CUDA context
-(an index out of range), so each gets a process of its own. Ends with 1 if a test failed or a
-process ran none.
+pytest process a class, several at a time on the one GPU, because a tiny tower leaves it idle.
+Planted faults are left out unless asked for: some end the CUDA context (an index out of range), so
+each gets a process of its own. Ends with 1 if a test failed or a process ran none.
 """
 
 from __future__ import annotations
@@ -101,9 +101,7 @@ def main() -> int:
     parser.add_argument("--examples", type=int, default=40, help="of each property")
     parser.add_argument("--only", default="", help="pytest -k, besides the class")
     parser.add_argument("--suite", default="conformance", choices=SUITES)
-    parser.add_argument(
-        "--classes", default="", help="of any suite, comma-separated; or all of one"
-    )
+    parser.add_argument("--classes", default="", help="comma-separated; or all of a suite")
     parser.add_argument("--planted", action="store_true", help="the planted faults, nothing else")
     parser.add_argument("--jobs", type=int, default=8)
     parser.add_argument("--seconds", type=int, default=500, help="limit of one class")

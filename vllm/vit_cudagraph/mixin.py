@@ -171,7 +171,8 @@ class WindowedViTCudaGraphMixin:
         numbers = grids.shape[-1] if isinstance(grids, torch.Tensor) else 3
         chosen: Any = [inputs.grids[i][-numbers:] for i in items]
         if isinstance(grids, torch.Tensor) and grids.ndim == 3:
-            chosen = torch.tensor(chosen, dtype=grids.dtype)[:, None]
+            # Where upstream's own code, which an eager run goes through, expects them.
+            chosen = grids.new_tensor(chosen)[:, None]
         if self._vit_one_each(pixels):
             rows: Any = of_items(pixels, items)
         else:

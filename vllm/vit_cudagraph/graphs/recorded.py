@@ -24,6 +24,7 @@ mode, by torch's own rule, and is recorded like any other code.
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -155,7 +156,7 @@ class RecordedBackend:
         with torch.inference_mode():
             forward()
             try:
-                with no_collection(), recorder, _FunctionGuard(recorder):
+                with no_collection(), _modes_are_seen(), recorder, _FunctionGuard(recorder):
                     output = forward()
             except Exception as exc:
                 if recorder.refused is None or recorder.refused is exc:
@@ -165,6 +166,21 @@ class RecordedBackend:
             raise recorder.refused
         recorder.check_output(output)
         return recorder.graph, output
+
+
+@contextmanager
+def _modes_are_seen() -> Iterator[None]:
+    """While open, this thread's operators reach dispatch modes, even if something that ran before
+    has left them switched off (``torch._C._DisableTorchDispatch`` does so while it lives)."""
+    keys = [torch._C.DispatchKey.Python, torch._C.DispatchKey.PythonTLSSnapshot]
+    off = [key for key in keys if torch._C._dispatch_tls_is_dispatch_key_excluded(key)]
+    for key in off:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+    try:
+        yield
+    finally:
+        for key in off:
+            torch._C._dispatch_tls_set_dispatch_key_excluded(key, True)
 
 
 class _OperatorRecorder(TorchDispatchMode):

@@ -202,7 +202,8 @@ class EncoderGraphConformance:
     @pytest.mark.fuzz
     def test_histories(self) -> None:
         """Any order of batches, repeats, disturbances and recaptures over one manager."""
-        histories.run(self.subject(), self.new_manager, self.history_settings)
+        few = examples(max(1, round(histories.EXAMPLES * self.share)))
+        histories.run(self.subject(), self.new_manager, self.history_settings, few)
 
 
 # -- properties ------------------------------------------------------------------------------------

@@ -33,6 +33,8 @@ NewManager = Callable[[GraphSettings], WatchedManager]
 
 MOST_KEPT = 6
 STEPS = 8
+EXAMPLES = 12
+"""How many histories a model is worth in continuous integration."""
 
 
 @dataclass(frozen=True)
@@ -139,12 +141,12 @@ def run(
         subject: The model.
         new_manager: Makes a captured manager; what it cannot capture is a :class:`Mismatch`.
         graph_settings: What each manager captures.
-        chosen: Settings of hypothesis; by default the profile's, at 12 in ``ci``.
+        chosen: Settings of hypothesis; by default the profile's, at :data:`EXAMPLES` in ``ci``.
     """
     run_state_machine_as_test(
         # A factory serves as well as a class.
         lambda: History(subject, new_manager, graph_settings),  # type: ignore[arg-type]
-        settings=settings(chosen or examples(12), stateful_step_count=STEPS),
+        settings=settings(chosen or examples(EXAMPLES), stateful_step_count=STEPS),
     )
 
 

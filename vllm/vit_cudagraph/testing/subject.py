@@ -219,7 +219,7 @@ class Subject:
             chosen = self.model.vit_repack(mm_kwargs, items)
         # Repacked grids may be tuples; a runner hands over what the processor made.
         return {
-            name: torch.tensor(value)
+            name: mm_kwargs[name].new_tensor(value)
             if isinstance(mm_kwargs[name], torch.Tensor) and not isinstance(value, torch.Tensor)
             else value
             for name, value in chosen.items()
