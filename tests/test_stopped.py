@@ -43,8 +43,8 @@ SHARED_MEMORY = Path("/dev/shm")
 MANY_BUDGETS = list(range(64, 192))
 
 END_S = 120.0
-"""Within this all processes have ended. Stock vLLM's own waits add up to about ten seconds on a quiet
-machine; requests in flight are answered first, beside servers that start and other tests."""
+"""Within this all processes have ended. Stock vLLM's own waits add up to about ten seconds on a
+quiet machine; requests in flight are answered first, beside other tests."""
 
 CLIENTS = 4
 
