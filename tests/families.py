@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every further family is held to: the conformance suite, and its real processor's inputs."""
 
-import copy
 import importlib
 import os
 from functools import cache
@@ -52,6 +51,11 @@ def family_subject(family: str) -> Subject:
         return Subject(models.build_model(config), config, make_kwargs=make)
 
 
+def real_kwargs(config: VllmConfig, modality: str) -> dict[str, Any]:
+    """What the family's processor makes of photographs, or of clips."""
+    return getattr(processed, f"{modality}_kwargs")(config)
+
+
 class FamilyConformance(EncoderGraphConformance):
     """The suite for one family of ``testing/families``, by its name.
 
@@ -72,7 +76,7 @@ class FamilyConformance(EncoderGraphConformance):
         subject = self.subject()
         manager = self.new_manager(self.real_settings)
         for modality in subject.geometry.modalities:
-            mm_kwargs = getattr(processed, f"{modality}_kwargs")(subject.config)
+            mm_kwargs = real_kwargs(subject.config, modality)
             grids = subject.model.vit_inputs(mm_kwargs).grids
             before = manager.replays
             batch = Batch(modality, grids, 0)
@@ -85,11 +89,10 @@ class FamilyConformance(EncoderGraphConformance):
         """The processor makes what the model computes in, or the hook casts as upstream does;
         pixels of another dtype than the buffers' would never be replayed."""
         subject = self.subject()
-        half = copy.copy(subject.config)
-        half.model_config = copy.copy(half.model_config)
+        half = models.with_vision(subject.config, {})
         half.model_config.dtype = torch.float16
         for modality in subject.geometry.modalities:
-            mm_kwargs = getattr(processed, f"{modality}_kwargs")(half)
+            mm_kwargs = real_kwargs(half, modality)
             pixels = subject.model.vit_inputs(mm_kwargs).pixels
             if pixels.is_floating_point() and pixels.dtype != torch.float16:
                 rows = subject.kwargs(Batch(modality, ((1, 4, 4),)))
@@ -101,7 +104,7 @@ class FamilyConformance(EncoderGraphConformance):
         subject, upstream = self.subject(), self.upstream_model()
         manager = self.new_manager(self.real_settings)
         for modality in subject.geometry.modalities:
-            mm_kwargs = getattr(processed, f"{modality}_kwargs")(subject.config)
+            mm_kwargs = real_kwargs(subject.config, modality)
             with torch.inference_mode():
                 expected = list(upstream.embed_multimodal(**mm_kwargs))
             assert_close(subject.execute(manager, mm_kwargs), expected, "upstream's class")

@@ -109,8 +109,9 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the table here as well")
     options = parser.parse_args()
     options.logs.mkdir(parents=True, exist_ok=True)
-    known = {name: file for suite in classes().values() for name, file in suite.items()}
-    chosen = options.classes.split(",") if options.classes else list(classes()[options.suite])
+    suites = classes()
+    known = {name: file for suite in suites.values() for name, file in suite.items()}
+    chosen = options.classes.split(",") if options.classes else list(suites[options.suite])
     if unknown := set(chosen) - known.keys():
         parser.error(f"no such classes: {sorted(unknown)}; there are {', '.join(known)}")
     units = [

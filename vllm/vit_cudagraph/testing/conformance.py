@@ -30,6 +30,7 @@ from functools import partial
 from typing import Any, ClassVar
 from unittest import mock
 
+import hypothesis
 import pytest
 import torch
 from hypothesis import given
@@ -92,6 +93,11 @@ class EncoderGraphConformance:
         for prop in PROPERTIES.values():
             here = prop.name != "variants" or cls.variants is not None
             setattr(cls, f"test_{prop.name}", prop.test_of(cls) if here else None)
+
+    @classmethod
+    def share_of(cls, worth: int) -> hypothesis.settings:
+        """Hypothesis' settings for this class's :attr:`share` of so many examples."""
+        return examples(max(1, round(worth * cls.share)))
 
     # -- shared by the properties ----------------------------------------------------------------
 
@@ -202,8 +208,8 @@ class EncoderGraphConformance:
     @pytest.mark.fuzz
     def test_histories(self) -> None:
         """Any order of batches, repeats, disturbances and recaptures over one manager."""
-        few = examples(max(1, round(histories.EXAMPLES * self.share)))
-        histories.run(self.subject(), self.new_manager, self.history_settings, few)
+        some = self.share_of(histories.EXAMPLES)
+        histories.run(self.subject(), self.new_manager, self.history_settings, some)
 
 
 # -- properties ------------------------------------------------------------------------------------
@@ -243,7 +249,7 @@ class Property:
         test.__module__ = cls.__module__
         test.__doc__ = self.check.__doc__
         drawn = given(case=self.strategy(cls()))(test)
-        return pytest.mark.fuzz(examples(max(1, round(self.examples * cls.share)))(drawn))
+        return pytest.mark.fuzz(cls.share_of(self.examples)(drawn))
 
 
 def failure(suite: EncoderGraphConformance, name: str, cases: int = 150) -> Mismatch | None:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from vllm.vit_cudagraph.testing import checkpoints
 from vllm.vit_cudagraph.testing.families import _qwen
@@ -14,7 +13,11 @@ WEIGHTS = False
 
 
 def make(path: Path, seed: int) -> None:
-    image_class, video_class, processor_class = _processors()
+    try:
+        from vllm.transformers_utils.processors import cosmos3_edge as processors
+    except ImportError:
+        import transformers as processors
+
     tokenizer = checkpoints.make_tokenizer()
     vision = {
         "hidden_size": checkpoints.VISION_HIDDEN,
@@ -42,33 +45,10 @@ def make(path: Path, seed: int) -> None:
     )
     size = {"shortest_edge": 32**2, "longest_edge": checkpoints.MAX_IMAGE_TOKENS * 32**2}
     parts = {"size": size, "patch_size": 16, "merge_size": checkpoints.MERGE_SIZE}
-    image = image_class(**parts)
-    video = video_class(**parts, temporal_patch_size=1)
+    image = processors.Cosmos3EdgeImageProcessor(**parts)
+    video = processors.Cosmos3EdgeVideoProcessor(**parts, temporal_patch_size=1)
     template = checkpoints.make_processor("qwen3_vl", tokenizer).chat_template
-    processor = processor_class(image, tokenizer, video, template)
+    processor = processors.Cosmos3EdgeProcessor(image, tokenizer, video, template)
     processor.save_pretrained(path)
     image.save_pretrained(path)
     video.save_pretrained(path)
-
-
-def _processors() -> tuple[Any, Any, Any]:
-    """Classes for images, for videos and for both together."""
-    try:
-        from vllm.transformers_utils.processors import cosmos3_edge as own
-    except ImportError:
-        from transformers.models.cosmos3_edge import (
-            image_processing_cosmos3_edge as image,
-        )
-        from transformers.models.cosmos3_edge import (
-            processing_cosmos3_edge as together,
-        )
-        from transformers.models.cosmos3_edge import (
-            video_processing_cosmos3_edge as video,
-        )
-    else:
-        image = video = together = own
-    return (
-        image.Cosmos3EdgeImageProcessor,
-        video.Cosmos3EdgeVideoProcessor,
-        together.Cosmos3EdgeProcessor,
-    )
