@@ -3,6 +3,7 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -242,6 +243,58 @@ def test_tensors_of_a_hook_are_loaded_as_well(how: Callable[[Any], Any]) -> None
     expected.load(them)
     for name, buffer in captured.buffers.items():
         assert torch.equal(buffer, expected.buffers[name]), name
+
+
+# -- metadata that stays ---------------------------------------------------------------------------
+
+
+def test_pixels_alone_leave_the_metadata_as_it_is() -> None:
+    captured, them = make_captured(), values(tokens=3)
+    captured.check(them)
+    captured.load(them, key="a step")
+    assert captured.holds == "a step"
+    before = contents(captured)
+    pixels: Values = {"pixel_values": [torch.rand(12, 6)]}
+    captured.check(pixels, kept=True)
+    captured.load(pixels, key="a step")
+    assert captured.holds == "a step"
+    assert torch.equal(captured.buffers["pixel_values"][:12], whole(pixels["pixel_values"]))
+    before["pixel_values"] = captured.buffers["pixel_values"]
+    assert_same_contents(captured, before)
+
+
+@pytest.mark.parametrize("case", [case for case in REFUSED if "pixel" in case])
+def test_pixels_alone_are_held_against_their_buffer(case: str) -> None:
+    spoil, reason = REFUSED[case]
+    captured, them = make_captured(), values()
+    spoil(them)
+    with pytest.raises(NotCapturable) as refused:
+        captured.check({"pixel_values": them["pixel_values"]}, kept=True)
+    assert refused.value.reason == reason
+
+
+def test_pixels_alone_are_not_enough_where_nothing_is_kept() -> None:
+    with pytest.raises(NotCapturable, match="missing"):
+        make_captured().check({"pixel_values": values()["pixel_values"]})
+
+
+def test_what_was_written_half_is_not_held() -> None:
+    captured, them = make_captured(), values()
+    captured.load(them, key="a step")
+    full = torch.OutOfMemoryError("no room")
+    with (
+        mock.patch.object(FlatArena, "load", side_effect=full),
+        pytest.raises(torch.OutOfMemoryError),
+    ):
+        captured.load(values(tokens=1), key="another")
+    assert captured.holds is None
+
+
+def test_metadata_without_a_key_is_not_held() -> None:
+    captured = make_captured()
+    captured.load(values(), key="a step")
+    captured.load(values())
+    assert captured.holds is None
 
 
 # -- buffers that moved ----------------------------------------------------------------------------

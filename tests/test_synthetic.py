@@ -351,9 +351,9 @@ def test_a_stale_buffer_shows(name: str) -> None:
     captured_graph = manager.captured[64]
     load, buffer = captured_graph.load, captured_graph.buffers[name]
 
-    def stale(them: Any) -> None:
+    def stale(*args: Any) -> None:
         kept = buffer.clone()
-        load(them)
+        load(*args)
         buffer.copy_(kept)
 
     with (
@@ -361,7 +361,19 @@ def test_a_stale_buffer_shows(name: str) -> None:
         pytest.raises(AssertionError, match="Tensor-likes are not close"),
     ):
         check_replayed(manager, managers.batch(model, RAGGED[::-1], seed=1))
+    captured_graph.holds = None  # the same metadata would not be loaded again
     check_replayed(manager, managers.batch(model, RAGGED[::-1], seed=1))
+
+
+def test_weights_that_change_in_place_are_followed_at_the_same_grids() -> None:
+    """Rows that depend on weights are made anew, though the grids are those of the step before."""
+    model = make(learned=True)
+    manager = captured(model, budgets=[64], items=8)
+    kwargs = managers.batch(model, RAGGED, seed=1)
+    check_replayed(manager, kwargs)
+    with torch.no_grad():
+        model.visual.table.mul_(2)
+    check_replayed(manager, kwargs)
 
 
 def test_finishing_step_by_step_shows() -> None:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -31,12 +31,16 @@ class CapturedBudget:
         memory: Where the buffers lie.
         output: The tower's output rows, a prefix of rows that all graphs share: the next replay of
             this graph or of another one overwrites them.
+        holds: Key of the metadata that lies in the buffers, None where it is not known. A step with
+            the same metadata has only its pixels loaded: images of one size are common, and each
+            copy costs the host as much as many kernels of the graph.
     """
 
     capacity: Capacity
     graph: CapturedGraph
     memory: Buffers
     output: torch.Tensor
+    holds: Hashable | None = field(default=None, init=False)
     buffers: dict[str, torch.Tensor] = field(init=False)
     _addresses: dict[str, int] = field(init=False)
     _longest: dict[str, int] = field(init=False)
@@ -46,8 +50,12 @@ class CapturedBudget:
         self._longest = {name: int(b) for name, b in self.buffers.items() if not b.ndim}
         self._addresses = {name: buffer.data_ptr() for name, buffer in self.buffers.items()}
 
-    def check(self, values: Mapping[str, Exact | None]) -> None:
+    def check(self, values: Mapping[str, Exact | None], kept: bool = False) -> None:
         """Hold values against buffers before anything is copied.
+
+        Args:
+            values: Pixels and metadata by name.
+            kept: The metadata stays as it lies in the buffers; ``values`` are the pixels alone.
 
         Raises:
             NotCapturable: A value has another dtype or trailing shape than its buffer, or more
@@ -62,6 +70,8 @@ class CapturedBudget:
                     f"buffer {name} moved since capture; a hook must write into buffers, "
                     "never rebind or resize them"
                 )
+            if kept and name != PIXELS:
+                continue
             value = values.get(name)
             if value is None:
                 raise NotCapturable("a tensor is missing from the metadata", name)
@@ -70,18 +80,26 @@ class CapturedBudget:
             else:
                 _check_rows(name, value if is_pieces(value) else (joined(value),), buffer)
 
-    def load(self, values: Mapping[str, Exact | None]) -> None:
+    def load(self, values: Mapping[str, Exact | None], key: Hashable | None = None) -> None:
         """Write values into the buffers and pad their tails.
 
         Args:
-            values: Held against the buffers by :meth:`check` before. Longest lengths are baked and
-                are not written.
+            values: Held against the buffers by :meth:`check` before; where they are the pixels
+                alone, the metadata stays. Longest lengths are baked and are not written.
+            key: Of the metadata, for :attr:`holds`.
         """
         memory, left = self.memory, dict(values)
         pixels = left.pop(PIXELS)
         assert pixels is not None
         pieces = pixels if is_pieces(pixels) else [joined(pixels)]
         memory.pixels.load(pieces, self.capacity.patches)
+        if left:
+            self.holds = None  # should a copy fail half way
+            self._load_metadata(left)
+            self.holds = key
+
+    def _load_metadata(self, left: dict[str, Exact | None]) -> None:
+        memory = self.memory
         if memory.host is not None:
             self._load_host(memory.host, left)
         for flat in memory.flat:

@@ -432,9 +432,12 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
             return None
         grids = [inputs.grids[i] for i in step.items]
         try:
-            metadata = self.model.vit_metadata_parts(grids, self.device)
-            values = {**metadata, PIXELS: inputs.pieces(ends, step.items)}
-            captured.check(values)
+            values = {PIXELS: inputs.pieces(ends, step.items)}
+            key = self.model.vit_metadata_key(grids)
+            kept = key is not None and captured.holds == key
+            if not kept:
+                values.update(self.model.vit_metadata_parts(grids, self.device))
+            captured.check(values, kept)
         except NotCapturable as refused:
             self._count_eager(refused.reason, len(step.items), str(refused))
             return None
@@ -442,7 +445,7 @@ class EncoderGraphManager(StockSafety, EncoderCudaGraphManager):
             self._give_up(captured, error, len(step.items), retire=isinstance(error, BufferMoved))
             return None
         try:
-            captured.load(values)
+            captured.load(values, key)
             self._run(captured)
             # The next replay overwrites the output; what is handed out must stay as it is.
             rows = captured.output[: self.model.vit_declared.tower_rows(grids)].clone()

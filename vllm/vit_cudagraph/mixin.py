@@ -313,10 +313,19 @@ class WindowedViTCudaGraphMixin:
     ) -> Mapping[str, Exact | None]:
         """What :meth:`vit_metadata` gives, before it is joined and moved; just that, where a model
         overrides it."""
-        hook = getattr(self.vit_metadata, "__func__", None)
-        if hook is WindowedViTCudaGraphMixin.vit_metadata:
+        if self._vit_builds_metadata():
             return self._vit_builder.parts(grids)
         return self.vit_metadata(grids, device)
+
+    def vit_metadata_key(self, grids: Sequence[Grid]) -> Hashable | None:
+        """Steps with the same key have the same metadata. None where it may depend on more than
+        grids: on weights, or on whatever a model's own :meth:`vit_metadata` reads."""
+        return self._vit_builder.key(grids) if self._vit_builds_metadata() else None
+
+    def _vit_builds_metadata(self) -> bool:
+        """Whether :meth:`vit_metadata` is the one above."""
+        hook = getattr(self.vit_metadata, "__func__", None)
+        return hook is WindowedViTCudaGraphMixin.vit_metadata
 
     def vit_split(self, rows: torch.Tensor, grids: Sequence[Grid]) -> list[torch.Tensor]:
         """Project one step's rows, and split them into items, which are views.

@@ -105,6 +105,10 @@ def _positions(geometry: ViTGeometry) -> bool:
     return any(row.value == "position" for row in geometry.rows.values())
 
 
+def _keyed(geometry: ViTGeometry) -> bool:
+    return all(row.value != "learned" for row in geometry.rows.values())
+
+
 def _drops_rows(geometry: ViTGeometry) -> bool:
     here = place()
     return here.device == "cpu" or here.attention == "TRITON_ATTN" or here.flash == "2"
@@ -119,6 +123,7 @@ _NEEDS: dict[Callable[[ViTGeometry], bool], str] = {
     _windowed: "the tower has no windows",
     _frames: "no attention sequence a frame, or no videos",
     _positions: "no position rows",
+    _keyed: "some rows depend on weights and are made anew each time",
     _on_the_twin: "on a GPU it ends the CUDA context, or finds the graph's own numbers",
     _drops_rows: "FlashAttention 3 attends to all rows, whatever max_seqlen says",
 }
@@ -203,9 +208,9 @@ def _(plant: Plant, model: Any) -> None:
 
 @fault("a buffer rebound, and nobody looks", "images", applies=_on_the_twin)
 def _(plant: Plant, model: Any) -> None:
-    def load(original: Any, captured: CapturedBudget, values: Any) -> None:
+    def load(original: Any, captured: CapturedBudget, *args: Any) -> None:
         # The arenas go on writing to where the buffers were; here the graph reads elsewhere.
-        original(captured, values)
+        original(captured, *args)
         for name, buffer in captured.buffers.items():
             if name != PIXELS and buffer.ndim:
                 kept = buffer.clone()
@@ -213,7 +218,15 @@ def _(plant: Plant, model: Any) -> None:
                 captured.buffers[name] = kept
 
     plant.patch(CapturedBudget, "load", load)
-    plant.patch(CapturedBudget, "check", lambda check, captured, values: None)
+    plant.patch(CapturedBudget, "check", lambda check, captured, *_: None)
+
+
+@fault("metadata kept from a step of as many tokens", "partitions", "images", applies=_keyed)
+def _(plant: Plant, model: Any) -> None:
+    def by_tokens(original: Any, builder: MetadataBuilder, grids: Any) -> int:
+        return sum(map(builder.geometry.output_tokens, grids))
+
+    plant.patch(MetadataBuilder, "key", by_tokens)
 
 
 # -- numbers that a graph bakes --------------------------------------------------------------------
@@ -227,7 +240,7 @@ def _(plant: Plant, model: Any) -> None:
 @fault("max_seqlen baked from the first batch, and nobody looks", "images", applies=_drops_rows)
 def _(plant: Plant, model: Any) -> None:
     plant.patch(ViTGeometry, "longest_bound", lambda bound, geometry, *_: geometry.merge_unit)
-    plant.patch(CapturedBudget, "check", lambda check, captured, values: None)
+    plant.patch(CapturedBudget, "check", lambda check, captured, *_: None)
 
 
 @fault("window bound for square images", "images", "edges", applies=_windowed)

@@ -8,7 +8,7 @@ was handed out stays as it is, bit for bit; and the same batch again gives the s
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -95,6 +95,13 @@ class History(RuleBasedStateMachine):
         again = self.subject.execute(self.manager, kept.mm_kwargs)
         if not all(torch.equal(*pair) for pair in zip(again, kept.bits, strict=True)):
             raise Mismatch(f"{kept.batch} gave other bits when it was repeated")
+
+    @precondition(lambda self: self.kept)
+    @rule(back=st.integers(1, MOST_KEPT))
+    def other_pixels(self, back: int) -> None:
+        """The grids of an earlier batch once more, with other pixels."""
+        batch = self.kept[-min(back, len(self.kept))].batch
+        self.run(replace(batch, seed=batch.seed + 1))
 
     @precondition(lambda self: self.kept)
     @rule(back=st.integers(1, MOST_KEPT))

@@ -153,6 +153,7 @@ class WatchedManager(EncoderGraphManager):
         with torch.inference_mode():
             for captured in self.captured.values():
                 _spoil(captured.output)
+                captured.holds = None  # no batch leaves another's metadata there under its key
                 for name, buffer in captured.buffers.items():
                     if name != PIXELS and buffer.ndim:
                         _spoil(buffer, integers=buffer.device.type == "cpu")
