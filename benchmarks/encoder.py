@@ -79,9 +79,15 @@ class Captured:
 
 
 class Bench:
-    """Both models, both managers, and the ways to run a batch."""
+    """Both models, both managers, and the ways to run a batch.
 
-    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+    Args:
+        options: The command line's.
+        folder: The checkpoint's.
+        settings: Further arguments of the engine.
+    """
+
+    def __init__(self, options: argparse.Namespace, folder: Path, **settings: Any) -> None:
         import torch
 
         from vllm.vit_cudagraph.manager import EncoderGraphManager
@@ -95,11 +101,11 @@ class Bench:
             "max_model_len": options.model_len,
             "max_num_batched_tokens": options.model_len,
             "limit_mm_per_prompt": limits(options),
-        }
-        self.config = models.make_config(folder, **engine)
+        } | settings
+        self.config = self._make_config(folder, engine)
         self.ours = models.build_model(self.config)
         stock_class = towers_full_size.upstream_class(options.model)
-        self.stock_config = models.make_config(folder, **engine)
+        self.stock_config = self._make_config(folder, engine)
         self.stock = models.build_model(self.stock_config, model_class=stock_class)
         towers_full_size.same_weights(self.ours, self.stock)
         self.pool = self._new_pool()
@@ -110,6 +116,11 @@ class Bench:
             if self.device.type == "cuda"
             else None
         )
+
+    def _make_config(self, folder: Path, engine: dict[str, Any]) -> Any:
+        from vllm.vit_cudagraph.testing import models
+
+        return models.make_config(folder, **engine)
 
     def _new_pool(self) -> Any:
         return self.torch.cuda.graph_pool_handle() if self.device.type == "cuda" else object()
@@ -155,6 +166,10 @@ class Bench:
     def _wait(self) -> None:
         if self.device.type == "cuda":
             self.torch.cuda.synchronize()
+
+    def _wait_for_all(self) -> None:
+        """Before a run that is timed."""
+        self._wait()
 
     # -- one batch -----------------------------------------------------------------------------
 
@@ -220,7 +235,7 @@ class Bench:
         for turn in range(repeats + 1):
             random.Random(turn).shuffle(order)
             for name in order:
-                self._wait()
+                self._wait_for_all()
                 start = time.perf_counter()
                 ways[name]()
                 self._wait()

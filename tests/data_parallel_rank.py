@@ -4,9 +4,10 @@
 
     python data_parallel_rank.py WORLD FOLDER
 
-Each of WORLD processes captures on the CPU twin, runs all of :func:`cases` for each family, and
-writes what it did and what it was given into FOLDER. A case that takes too long ends its process,
-and the log tells where that waited.
+Each of WORLD processes captures, runs all of :func:`cases` for each family, and writes what it did
+and what it was given into FOLDER. A case that takes too long ends its process, and the log tells
+where that waited. Graphs are those of the CPU twin, or CUDA's where VIT_CUDAGRAPH_TEST_DEVICE says
+so; ranks that are more than GPUs share them (``rank_groups.py``).
 """
 
 import faulthandler
@@ -24,7 +25,6 @@ from unittest import mock
 
 import managers
 import torch
-from gloo import join
 from safetensors.torch import load_file
 
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -34,9 +34,12 @@ from vllm.distributed import (
 from vllm.model_executor.models import registry
 from vllm.v1.worker import encoder_cudagraph
 from vllm.vit_cudagraph.failures import RankFailure, brief
+from vllm.vit_cudagraph.graphs.cuda import CudaBackend
 from vllm.vit_cudagraph.graphs.recorded import RecordedBackend, RecordedGraph
 from vllm.vit_cudagraph.mixin import ViTInputs
 from vllm.vit_cudagraph.testing import models
+from vllm.vit_cudagraph.testing.rank_groups import join
+from vllm.vit_cudagraph.testing.subject import new_pool
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 START_LIMIT_S, CASE_LIMIT_S = 200, 60
@@ -114,10 +117,17 @@ def _one_runs_eagerly(world: int) -> Iterator[Case]:
 
 # -- what goes wrong on one rank -------------------------------------------------------------------
 
+ON_GPU = models.place().device == "cuda"
+GRAPH: type = torch.cuda.CUDAGraph if ON_GPU else RecordedGraph
+BACKEND: type = CudaBackend if ON_GPU else RecordedBackend
 FAULTS: dict[str, tuple[type, str, Exception]] = {
-    "replays fail": (RecordedGraph, "replay", RuntimeError("planted")),
-    "replays lack memory": (RecordedGraph, "replay", torch.OutOfMemoryError("planted")),
-    "captures fail": (RecordedBackend, "capture", RuntimeError("planted")),
+    "replays fail": (GRAPH, "replay", RuntimeError("planted")),
+    "replays lack memory": (GRAPH, "replay", torch.OutOfMemoryError("planted")),
+    "captures fail": (
+        CudaBackend if ON_GPU else RecordedBackend,
+        "capture",
+        RuntimeError("planted"),
+    ),
 }
 
 
@@ -127,9 +137,9 @@ def planted(fault: str, manager: managers.EncoderGraphManager) -> Iterator[None]
     owner, method, error = FAULTS[fault]
     with mock.patch.object(owner, method, side_effect=error):
         if method == "capture":
-            manager.capture(object())
+            manager.capture(new_pool())
         yield
-    manager.capture(object())
+    manager.capture(new_pool())
 
 
 def placed(holders: Sequence[int]) -> Any:
@@ -162,7 +172,12 @@ def make_config(folder: Path, **engine: Any) -> VllmConfig:
     # vLLM imports itself in a process of its own to inspect a class, which is loaded here already.
     with mock.patch.object(registry, "_run_in_subprocess", lambda inspect: inspect()):
         return models.make_config(
-            folder, hf_overrides={"text_config": text}, video_pruning_rate=0.5, **engine
+            folder,
+            hf_overrides={"text_config": text},
+            video_pruning_rate=0.5,
+            # vLLM refuses more ranks than GPUs unless somebody else is to place them.
+            distributed_executor_backend="external_launcher" if ON_GPU else None,
+            **engine,
         )
 
 
@@ -260,7 +275,7 @@ def last_batch(manager: Reports, rank: int, world: int) -> tuple[str, str]:
     fails = mock.Mock(side_effect=RuntimeError("planted"))
     with ExitStack() as stack:
         if rank == world - 1:
-            stack.enter_context(mock.patch.object(RecordedGraph, "replay", fails))
+            stack.enter_context(mock.patch.object(GRAPH, "replay", fails))
             stack.enter_context(mock.patch.object(manager.model, "encoder_eager_forward", fails))
         try:
             run_case(manager, case, 0, rank)
@@ -269,14 +284,19 @@ def last_batch(manager: Reports, rank: int, world: int) -> tuple[str, str]:
     return "no failure", ""
 
 
+def communicator_waits(communicator: Any) -> bool:
+    """Whether it is the CPU's over shared memory, in which a rank waits for one that has gone."""
+    return getattr(communicator, "dist_module", torch.distributed) is not torch.distributed
+
+
 def run_family(family: str, config: VllmConfig, rank: int, world: int) -> dict[str, Any]:
     """Reports of all cases."""
     manager = make_manager(family, config, build_model(config))
     group = get_tp_group()
-    communicator: Any = group.device_communicator
     return {
         "ranks": group.world_size,
-        "is_gloo": communicator.dist_module is torch.distributed,
+        "over": torch.distributed.get_backend(group.device_group),
+        "waits_for_ever": communicator_waits(group.device_communicator),
         "tower": sum(weight.numel() for weight in manager.model.visual.parameters()),
         "cases": [run_case(manager, case, seed, rank) for seed, case in enumerate(cases(world))],
         "manager": manager,
@@ -287,6 +307,8 @@ def main(rank: int, world: int, folder: Path) -> None:
     reports: dict[str, dict[str, Any]] = {}
     for family in FAMILIES:
         faulthandler.dump_traceback_later(START_LIMIT_S, exit=True)
+        if ON_GPU:
+            torch.cuda.set_device(rank % torch.cuda.device_count())
         config = make_config(
             folder.parent / family, tensor_parallel_size=world, mm_encoder_tp_mode="data"
         )

@@ -15,7 +15,8 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.vit_cudagraph.costs import CostLines
 from vllm.vit_cudagraph.manager import EncoderGraphManager
-from vllm.vit_cudagraph.testing.subject import with_settings
+from vllm.vit_cudagraph.testing.models import place
+from vllm.vit_cudagraph.testing.subject import new_pool, with_settings
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 CPU = torch.device("cpu")
@@ -61,15 +62,17 @@ def make_manager(
     )
     served = of or model(family)
     with set_current_vllm_config(settings):
-        manager = manager_class(settings, CPU, torch.float32, served)
+        dtype = getattr(torch, place().dtype)
+        manager = manager_class(settings, place().torch_device, dtype, served)
         if capture:
-            manager.capture(object())
+            manager.capture(new_pool())
     return manager
 
 
 def batch(served: Any, grids: Grids, modality: str = "image", seed: int = 0) -> dict[str, Any]:
     """One modality's kwargs as the runner hands them over."""
     pixels = towers.random_pixels(served, [list(grid) for grid in grids], seed)
+    pixels = pixels.to(place().torch_device)
     key = "pixel_values" if modality == "image" else "pixel_values_videos"
     return {key: pixels, f"{modality}_grid_thw": torch.tensor([list(g) for g in grids])}
 

@@ -18,7 +18,6 @@ from unittest import mock
 
 import managers
 import torch
-from gloo import join
 
 from vllm.config import set_current_vllm_config
 from vllm.distributed import (
@@ -27,6 +26,7 @@ from vllm.distributed import (
 from vllm.vit_cudagraph.graphs.recorded import RecordedBackend, RecordedGraph
 from vllm.vit_cudagraph.manager import EncoderGraphManager
 from vllm.vit_cudagraph.testing import models
+from vllm.vit_cudagraph.testing.rank_groups import join
 
 BUDGETS = [16, 40, 100]
 LACKS_ROOM = 40

@@ -26,7 +26,9 @@ from data_parallel_rank import FAMILIES, Case
 from test_pruning import hold
 
 from vllm.vit_cudagraph.testing.checkpoints import make_checkpoint
+from vllm.vit_cudagraph.testing.models import place
 from vllm.vit_cudagraph.testing.oracles import assert_close
+from vllm.vit_cudagraph.testing.rank_groups import backend
 
 LIMIT_S = 300.0
 KINDS = ("placement", "upstream", "pruning", "large", "fault")
@@ -105,9 +107,14 @@ def started(request: pytest.FixtureRequest, folder: Path) -> Started:
     of_ranks = folder / f"ranks-{world}"
     of_ranks.mkdir()
     run_ranks(world, of_ranks)
-    ranks = range(world)
-    reports = [torch.load(of_ranks / f"rank-{rank}.pt") for rank in ranks]
-    return Started(world, reports, [torch.load(of_ranks / f"end-{rank}.pt") for rank in ranks])
+    reports, ends = (
+        [
+            torch.load(of_ranks / f"{name}-{rank}.pt", map_location=place().torch_device)
+            for rank in range(world)
+        ]
+        for name in ("rank", "end")
+    )
+    return Started(world, reports, ends)
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +185,8 @@ def test_ranks_are_processes_with_a_whole_tower_each(
     tower = sum(weight.numel() for weight in alone(family).visual.parameters())
     for report in started.reports:
         assert report[family]["ranks"] == started.world
-        assert report[family]["is_gloo"]
+        assert report[family]["over"] == backend(started.world)
+        assert not report[family]["waits_for_ever"]
         assert report[family]["tower"] == tower
 
 

@@ -70,8 +70,10 @@ class Place:
 
     @property
     def torch_device(self) -> torch.device:
+        if self.device == "cpu":
+            return torch.device("cpu")
         # With its index: buffers are compared with what lies on "cuda:0".
-        return torch.device("cuda", 0) if self.device == "cuda" else torch.device("cpu")
+        return torch.device("cuda", torch.cuda.current_device())
 
 
 def place() -> Place:
