@@ -25,6 +25,7 @@ from unittest import mock
 
 import managers
 import torch
+from managers import BACKEND, GRAPH, ON_GPU
 from safetensors.torch import load_file
 
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -34,8 +35,6 @@ from vllm.distributed import (
 from vllm.model_executor.models import registry
 from vllm.v1.worker import encoder_cudagraph
 from vllm.vit_cudagraph.failures import RankFailure, brief
-from vllm.vit_cudagraph.graphs.cuda import CudaBackend
-from vllm.vit_cudagraph.graphs.recorded import RecordedBackend, RecordedGraph
 from vllm.vit_cudagraph.mixin import ViTInputs
 from vllm.vit_cudagraph.testing import models
 from vllm.vit_cudagraph.testing.rank_groups import join
@@ -117,17 +116,10 @@ def _one_runs_eagerly(world: int) -> Iterator[Case]:
 
 # -- what goes wrong on one rank -------------------------------------------------------------------
 
-ON_GPU = models.place().device == "cuda"
-GRAPH: type = torch.cuda.CUDAGraph if ON_GPU else RecordedGraph
-BACKEND: type = CudaBackend if ON_GPU else RecordedBackend
 FAULTS: dict[str, tuple[type, str, Exception]] = {
     "replays fail": (GRAPH, "replay", RuntimeError("planted")),
     "replays lack memory": (GRAPH, "replay", torch.OutOfMemoryError("planted")),
-    "captures fail": (
-        CudaBackend if ON_GPU else RecordedBackend,
-        "capture",
-        RuntimeError("planted"),
-    ),
+    "captures fail": (BACKEND, "capture", RuntimeError("planted")),
 }
 
 

@@ -14,12 +14,17 @@ from hypothesis import strategies as st
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.vit_cudagraph.costs import CostLines
+from vllm.vit_cudagraph.graphs.cuda import CudaBackend
+from vllm.vit_cudagraph.graphs.recorded import RecordedBackend, RecordedGraph
 from vllm.vit_cudagraph.manager import EncoderGraphManager
 from vllm.vit_cudagraph.testing.models import place
 from vllm.vit_cudagraph.testing.subject import new_pool, with_settings
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 CPU = torch.device("cpu")
+ON_GPU = place().device == "cuda"
+GRAPH: type = torch.cuda.CUDAGraph if ON_GPU else RecordedGraph
+BACKEND: type = CudaBackend if ON_GPU else RecordedBackend
 Grids = Sequence[Sequence[int]]
 
 

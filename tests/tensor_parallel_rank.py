@@ -4,29 +4,31 @@
 
     python tensor_parallel_rank.py FAMILY CASE RANK WORLD FOLDER
 
-It captures on the CPU twin, runs batches and writes what they gave into FOLDER. Its all-reduces are
-vLLM's own custom operator, as on a GPU, so they are part of the recording.
+It captures, runs batches and writes what they gave into FOLDER: on the CPU twin over gloo, or with
+a GPU each over NCCL where VIT_CUDAGRAPH_TEST_DEVICE says so. Its all-reduces are vLLM's own custom
+operator, as on a GPU, so they are part of the recording.
 """
 
 import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import managers
 import torch
+from managers import BACKEND, GRAPH, ON_GPU
 
 from vllm.config import set_current_vllm_config
-from vllm.distributed import (
-    get_tp_group,
-)
-from vllm.vit_cudagraph.graphs.recorded import RecordedBackend, RecordedGraph
+from vllm.distributed import get_tp_group
+from vllm.distributed.parallel_state import graph_capture
 from vllm.vit_cudagraph.manager import EncoderGraphManager
 from vllm.vit_cudagraph.testing import models
 from vllm.vit_cudagraph.testing.rank_groups import join
+from vllm.vit_cudagraph.testing.subject import new_pool
 
 BUDGETS = [16, 40, 100]
 LACKS_ROOM = 40
@@ -66,31 +68,31 @@ def allocation_fails(manager: EncoderGraphManager) -> None:
 
 
 def capture_fails(manager: EncoderGraphManager) -> None:
-    own = RecordedBackend.capture
+    own = BACKEND.capture
 
     def fails(backend: Any, forward: Callable[[], torch.Tensor], pool: Any) -> Any:
         if len(manager.captured) == 1:
             raise RuntimeError("planted")
         return own(backend, forward, pool)
 
-    mock.patch.object(RecordedBackend, "capture", fails).start()
+    mock.patch.object(BACKEND, "capture", fails).start()
 
 
 def slow(manager: EncoderGraphManager) -> None:
-    own = RecordedGraph.replay
+    own = GRAPH.replay
 
     def sleeps(graph: Any) -> None:
         time.sleep(0.05)
         own(graph)
 
-    mock.patch.object(RecordedGraph, "replay", sleeps).start()
+    mock.patch.object(GRAPH, "replay", sleeps).start()
 
 
 def replay_fails(manager: EncoderGraphManager) -> None:
     def fails(graph: Any) -> None:
         raise RuntimeError("planted")
 
-    mock.patch.object(RecordedGraph, "replay", fails).start()
+    mock.patch.object(GRAPH, "replay", fails).start()
 
 
 CASES: dict[str, Callable[[EncoderGraphManager], None]] = {
@@ -103,6 +105,8 @@ CASES: dict[str, Callable[[EncoderGraphManager], None]] = {
 
 
 def main(family: str, case: str, rank: int, world: int, folder: Path) -> None:
+    if ON_GPU:
+        torch.cuda.set_device(rank)
     config = models.make_config(folder / "model", tensor_parallel_size=world)
     with set_current_vllm_config(config):
         join(rank, world, folder)
@@ -120,7 +124,8 @@ def main(family: str, case: str, rank: int, world: int, folder: Path) -> None:
     if rank == world - 1:
         CASES[case](manager)
     with set_current_vllm_config(config):
-        manager.capture(object())
+        with graph_capture(manager.device) if ON_GPU else nullcontext():
+            manager.capture(new_pool())
         outputs, plans = [], []
         for modality, grids in BATCHES:
             kwargs = managers.batch(model, grids, modality)

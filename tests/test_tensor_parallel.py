@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from vllm.vit_cudagraph.testing.checkpoints import make_checkpoint
+from vllm.vit_cudagraph.testing.models import place
+from vllm.vit_cudagraph.testing.oracles import assert_close
 
 RANK = Path(__file__).parent / "tensor_parallel_rank.py"
 LIMIT_S = 240
@@ -45,7 +47,8 @@ def ranks(family: str, case: str, world: int, folder: Path) -> list[tuple[int, s
 
 
 def results(folder: Path, world: int) -> list[dict[str, Any]]:
-    return [torch.load(folder / f"rank-{rank}.pt") for rank in range(world)]
+    device = place().torch_device
+    return [torch.load(folder / f"rank-{rank}.pt", map_location=device) for rank in range(world)]
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +62,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
 
 def assert_like(together: dict[str, Any], alone: dict[str, Any]) -> None:
     for ours, theirs in zip(together["outputs"], alone["outputs"], strict=True):
-        for one, other in zip(ours, theirs, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+        assert_close(ours, theirs, "one process")
 
 
 @pytest.mark.parametrize("case", ["nothing", "slow", "allocation"])
