@@ -19,7 +19,7 @@ import data_parallel  # noqa: E402
 def test_two_ranks_on_the_twin(tmp_path: Path) -> None:
     command = [sys.executable, str(BENCHMARKS / "data_parallel.py"), "--device", "cpu", "--tiny"]
     command += ["--ranks", "2", "--traces", "twenty", "--batches", "1", "--repeats", "1"]
-    command += ["--model-len", "2048", "--videos", "0", "--json", "out.json"]
+    command += ["--model-len", "512", "--videos", "0", "--json", "out.json"]
     ran = subprocess.run(
         command,
         capture_output=True,
