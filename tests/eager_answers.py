@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Eager answers without a server: a child process with stock vLLM, offline.
 
-    python eager_answers.py CHECKPOINT < messages.json > answers.json
+    python eager_answers.py CHECKPOINT [ARGUMENT ...] < messages.json > answers.json
 
-``messages.json`` is a list of contents of one user message each, as a server takes them.
+``messages.json`` is a list of contents of one user message each, as a server takes them. Arguments
+are those of ``vllm serve``.
 """
 
 import contextlib
@@ -21,13 +22,23 @@ from vllm.vit_cudagraph.testing.serving import ARGUMENTS, ENVIRONMENT, LIMITS, S
 class EagerAnswers:
     """Starts at once, beside a server that comes up; :meth:`collect` waits for it."""
 
-    def __init__(self, checkpoint: Path, contents: Sequence[list[dict[str, Any]]]) -> None:
+    def __init__(
+        self,
+        checkpoint: Path,
+        contents: Sequence[list[dict[str, Any]]],
+        arguments: Sequence[str] = (),
+    ) -> None:
+        own = {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            # transformers copies a checkpoint's code there, and so does the server meanwhile.
+            "HF_MODULES_CACHE": str(checkpoint.parent / "modules"),
+        }
         self._child = subprocess.Popen(
-            [sys.executable, __file__, str(checkpoint)],
+            [sys.executable, __file__, str(checkpoint), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env=os.environ | ENVIRONMENT | STOCK["env"] | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+            env=os.environ | ENVIRONMENT | STOCK["env"] | own,
             text=True,
         )
         assert self._child.stdin is not None
@@ -53,10 +64,10 @@ class EagerAnswers:
 def main() -> None:
     contents = json.load(sys.stdin)
     with contextlib.redirect_stdout(sys.stderr):
-        print(json.dumps(answers(sys.argv[1], contents)), file=sys.__stdout__)
+        print(json.dumps(answers(sys.argv[1], sys.argv[2:], contents)), file=sys.__stdout__)
 
 
-def answers(checkpoint: str, contents: list[Any]) -> list[Any]:
+def answers(checkpoint: str, arguments: Sequence[str], contents: list[Any]) -> list[Any]:
     """Text, tokens, their log-probabilities and the prompt's length, one answer after another."""
     from vllm import SamplingParams
     from vllm.engine.arg_utils import EngineArgs
@@ -64,7 +75,8 @@ def answers(checkpoint: str, contents: list[Any]) -> list[Any]:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
-    options = ["--model", checkpoint, "--limit-mm-per-prompt", json.dumps(LIMITS), *ARGUMENTS]
+    options = ["--model", checkpoint, "--limit-mm-per-prompt", json.dumps(LIMITS)]
+    options += [*ARGUMENTS, *arguments]
     llm = LLM.from_engine_args(EngineArgs.from_cli_args(parser.parse_args(options)))
     sampling = SamplingParams(temperature=0.0, max_tokens=8, logprobs=0)
     made = []

@@ -37,6 +37,12 @@ def engine_arguments(family: str) -> dict[str, Any]:
     return arguments
 
 
+def serve_arguments(family: str) -> tuple[str, ...]:
+    """What ``vllm serve`` needs besides the usual arguments."""
+    arguments: tuple[str, ...] = getattr(module(family), "SERVE", ())
+    return arguments
+
+
 @cache
 def family_config(family: str) -> VllmConfig:
     with environment(family):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 from eager_answers import EagerAnswers
+from families import environment, serve_arguments
 from test_serve import (
     QUESTION,
     TOKEN_BUDGETS,
@@ -28,8 +29,16 @@ from vllm.vit_cudagraph.testing.serving import Answer, Server, image_part, text_
 
 pytestmark = pytest.mark.serve
 
-FAMILIES = {"glm4v": ("image", "video")}
-"""What each takes."""
+FAMILIES = {
+    "ernie45_vl": ("image", "video"),
+    "glm4v": ("image", "video"),
+    "kimi_vl": ("image",),
+    "qwen3_5": ("image", "video"),
+}
+"""What the requests to each hold."""
+
+#: Of the text model in plain torch, as the twin's worker has it too and says why.
+ROTARY = '--compilation-config={"custom_ops": ["-rotary_embedding"]}'
 
 #: In one shape: nothing but the pixels can tell them apart.
 ALIKE = ("rocket", "astronaut", "chelsea", "coffee")
@@ -59,11 +68,15 @@ def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
     family: str = request.param
+    arguments = serve_arguments(family)
     checkpoint = make_checkpoint(family, tmp_path_factory.mktemp(family) / "model")
     cases = make_cases(FAMILIES[family])
-    eager = EagerAnswers(checkpoint, [case.content for case in cases.values()])
+    contents = [case.content for case in cases.values()]
+    with environment(family):  # both take it from this process
+        graphs = Server(checkpoint, arguments=arguments, **twin())
+        eager = EagerAnswers(checkpoint, contents, (*arguments, ROTARY))
     try:
-        with Server(checkpoint, **twin()) as server:
+        with graphs as server:
             answers = dict(zip(cases, eager.collect(), strict=True))
             yield Served(server, cases, answers)
     finally:

@@ -20,7 +20,7 @@ MODELS = Path(__file__).resolve().parents[2] / "vllm" / "vit_cudagraph" / "model
 LIMIT = 20
 WHOLE_TOWERS = {
     "OpenPanguVLForConditionalGeneration": 60,
-    "Ovis2_5": 70,
+    "Ovis2_5": 60,
     "KananaVForConditionalGeneration": 30,
     "Qwen3OmniMoeThinkerForConditionalGeneration": 60,
     "DotsOCRForCausalLM": 60,

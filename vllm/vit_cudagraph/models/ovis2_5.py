@@ -49,9 +49,8 @@ class Ovis2_5(WindowedViTCudaGraphMixin, ovis2_5.Ovis2_5):
         return f"{prefix}pixel_values", f"{prefix}grids"
 
     def vit_repack(self, mm_kwargs: Mapping[str, Any], items: Sequence[int]) -> dict[str, Any]:
-        chosen = super().vit_repack(mm_kwargs, items)
         name = _indicators(mm_kwargs)
-        return {**chosen, name: of_items(mm_kwargs[name], items)}
+        return super().vit_repack(mm_kwargs, items) | {name: of_items(mm_kwargs[name], items)}
 
     def vit_position_rows(self, grid: Grid) -> Mapping[str, Any]:
         tower, grids = self.visual_tokenizer.vit.vision_model, torch.tensor([grid])
@@ -65,34 +64,31 @@ class Ovis2_5(WindowedViTCudaGraphMixin, ovis2_5.Ovis2_5):
             made |= bicubic_rows(grid, side, embeddings.hidden_stride, table.float())
         return made
 
-    def vit_forward(
-        self, pixels: torch.Tensor, metadata: dict[str, torch.Tensor | None]
-    ) -> torch.Tensor:
-        tokenizer, read = self.visual_tokenizer, metadata
-        tower = tokenizer.vit.vision_model
+    def vit_forward(self, pixels: torch.Tensor, metadata: dict[str, Any]) -> torch.Tensor:
+        tokenizer, tower = self.visual_tokenizer, self.visual_tokenizer.vit.vision_model
         encoder, embeddings = tower.encoder, tower.embeddings
         x = embeddings(pixels, ())  # without grids no positions are added
         if embeddings.preserve_original_pe:
             # In float32, as upstream's interpolation sums, and rounded once.
-            x = x + interpolated(embeddings.position_embedding.weight.float(), read).to(x.dtype)
-        x = x.unflatten(0, (-1, encoder.spatial_merge_unit))[read["window_index"]].flatten(0, 1)
-        with longest_from_metadata(tower, self.vit_declared, metadata):
+            x = x + interpolated(embeddings.position_embedding.weight.float(), metadata).to(x.dtype)
+        x = x.unflatten(0, (-1, encoder.spatial_merge_unit))
+        x = x[metadata["window_index"]].flatten(0, 1)
+        full = encoder.fullatt_block_indexes or range(len(encoder.layers))
+        with longest_from_metadata(encoder, self.vit_declared, metadata):
             for index, layer in enumerate(encoder.layers):
-                blocks = encoder.fullatt_block_indexes
-                full = not blocks or index in blocks
-                offsets = read["cu_seqlens" if full else "cu_window_seqlens"]
-                x = layer(x, offsets, (read["cos"], read["sin"]))
-        x = x.unflatten(0, (-1, encoder.spatial_merge_unit))[read["reverse_indices"]].flatten(1)
-        words = tokenizer.tokenize(tokenizer.head(x))
+                offsets = metadata["cu_seqlens" if index in full else "cu_window_seqlens"]
+                x = layer(x, offsets, (metadata["cos"], metadata["sin"]))
+        x = x.unflatten(0, (-1, encoder.spatial_merge_unit))[metadata["reverse_indices"]]
+        words = tokenizer.tokenize(tokenizer.head(x.flatten(1)))
         return self.vte(F.pad(words, (0, len(ovis2_5.INDICATOR_IDS))))
 
     def vit_finish(
         self, outputs: list[torch.Tensor], mm_kwargs: Mapping[str, Any]
     ) -> list[torch.Tensor]:
         """Each item between the embeddings of its indicator tokens."""
-        marks = [self.vte(tokens) for tokens in mm_kwargs[_indicators(mm_kwargs)]]
-        ends = zip(marks, outputs, strict=True)
-        return [torch.cat([mark[:1], rows, mark[1:]]) for mark, rows in ends]
+        marks = map(self.vte, mm_kwargs[_indicators(mm_kwargs)])
+        marked = zip(marks, outputs, strict=True)
+        return [torch.cat([mark[:1], rows, mark[1:]]) for mark, rows in marked]
 
 
 def _indicators(mm_kwargs: Mapping[str, Any]) -> str:

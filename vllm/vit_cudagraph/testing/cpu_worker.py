@@ -14,8 +14,6 @@ from typing import Any
 from vllm.v1.worker.cpu_worker import CPUWorker  # isort: skip
 
 from vllm.logger import init_logger
-from vllm.model_executor.custom_op import op_registry_oot
-from vllm.model_executor.layers.rotary_embedding.ernie45_vl_rope import Ernie4_5_VLRotaryEmbedding
 from vllm.model_executor.model_loader.utils import get_model_cls
 from vllm.model_executor.models.utils import StageMissingLayer
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -59,22 +57,13 @@ def capture_encoder_graphs(runner: Any) -> None:
     manager.capture(graph_pool=object())
 
 
-class CPUErnieRotaryEmbedding(Ernie4_5_VLRotaryEmbedding):
-    """The text model's, on a CPU: there vLLM 0.32 and 0.33 hand it an argument that it does not
-    take, and the first request ends the engine."""
-
-    def forward_cpu(
-        self, positions: Any, query: Any, key: Any = None, offsets: Any = None
-    ) -> tuple[Any, Any]:
-        return self.forward_native(positions, query, key)
-
-
 class TwinWorker(CPUWorker):
     """vLLM's CPU worker, with reference attention and encoder graphs."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        if Ernie4_5_VLRotaryEmbedding.__name__ not in op_registry_oot:
-            Ernie4_5_VLRotaryEmbedding.register_oot(CPUErnieRotaryEmbedding)
+        # vLLM's form of it for CPUs ends the engine under Ernie4.5-VL's text model, and under
+        # DeepSeek's without MLA it rotates rows by other rows' positions; plain torch does not.
+        self.compilation_config.custom_ops.append("-rotary_embedding")
         # For a model that stays upstream's, the tower's attention stays upstream's too.
         if issubclass(get_model_cls(self.model_config), WindowedViTCudaGraphMixin):
             reference_attention.register()

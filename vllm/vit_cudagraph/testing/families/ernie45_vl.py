@@ -21,6 +21,7 @@ PROCESSOR = (
 )
 WEIGHTS = True
 ENGINE = {"trust_remote_code": True}
+SERVE = ("--trust-remote-code",)
 
 SPECIAL_TOKENS = (
     "<|endoftext|>",
