@@ -76,6 +76,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 _SERVERS = (
     "tests/test_serve.py",
     "tests/test_serve_families.py",
+    "tests/test_serve_ranks.py",
     "tests/test_serving_benchmark.py",
     "tests/test_examples.py",
     "tests/test_settings.py",

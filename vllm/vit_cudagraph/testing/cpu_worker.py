@@ -13,6 +13,7 @@ from typing import Any
 # Upstream's CPU worker must be imported before the rest of vLLM's workers.
 from vllm.v1.worker.cpu_worker import CPUWorker  # isort: skip
 
+from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader.utils import get_model_cls
 from vllm.model_executor.models.utils import StageMissingLayer
@@ -67,6 +68,8 @@ class TwinWorker(CPUWorker):
         # For a model that stays upstream's, the tower's attention stays upstream's too.
         if issubclass(get_model_cls(self.model_config), WindowedViTCudaGraphMixin):
             reference_attention.register()
+        # As on a GPU: a tower's all-reduce is then an operator, which the twin can record.
+        get_tp_group().use_custom_op_call = True
         super().load_model(*args, **kwargs)
         use_reference_attention(self.model_runner.get_model())
 

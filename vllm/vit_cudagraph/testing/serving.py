@@ -24,7 +24,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -315,15 +315,23 @@ class Server:
     def metrics(self) -> dict[str, float]:
         """Totals on `/metrics` of this package's counters and gauges, by short name, over all
         workers and labels: `{"items_replayed_total": 3.0, ...}`."""
+        totals: dict[str, float] = {}
+        for name, _, value in self._samples():
+            totals[name] = totals.get(name, 0.0) + value
+        return totals
+
+    def metric_samples(self, short_name: str) -> list[tuple[dict[str, str], float]]:
+        """Labels and value of each sample of one of them."""
+        return [(labels, value) for name, labels, value in self._samples() if name == short_name]
+
+    def _samples(self) -> Iterator[tuple[str, dict[str, str], float]]:
         with _open(f"http://127.0.0.1:{self.port}/metrics", None, 30.0) as response:
-            families = text_string_to_metric_families(response.read().decode())
-            totals: dict[str, float] = {}
-            for family in families:
-                for sample in family.samples:
-                    _, ours, name = sample.name.partition("vllm:encoder_cudagraph_")
-                    if ours:
-                        totals[name] = totals.get(name, 0.0) + sample.value
-            return totals
+            families = list(text_string_to_metric_families(response.read().decode()))
+        for family in families:
+            for sample in family.samples:
+                _, ours, name = sample.name.partition("vllm:encoder_cudagraph_")
+                if ours:
+                    yield name, dict(sample.labels), float(sample.value)
 
     def worker_rpc(self, method: str) -> list[Any]:
         """Call a method of each worker; needs `VLLM_SERVER_DEV_MODE=1` in `env`."""
