@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 from vllm.vit_cudagraph.captured import CapturedBudget
@@ -17,10 +17,10 @@ class StaleOffsets(CapturedBudget):
 
     is_loaded = False
 
-    def load(self, values: Mapping[str, Exact | None]) -> None:
+    def load(self, values: Mapping[str, Exact | None], key: Hashable | None = None) -> None:
         stale = {name: buffer.clone() for name, buffer in self.buffers.items() if "cu_" in name}
         assert stale, "the tower has no offsets under the name that this fault looks for"
-        super().load(values)
+        super().load(values, key)
         if self.is_loaded:
             for name, offsets in stale.items():
                 self.buffers[name].copy_(offsets)
