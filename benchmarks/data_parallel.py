@@ -99,7 +99,8 @@ class ShardedBench(encoder.Bench):
 
     def _ways(self, mm_kwargs: dict[str, Any]) -> dict[str, Callable[[], Any]]:
         ways = super()._ways(mm_kwargs)
-        ways.pop("exact", None)
+        for of_one_rank in ("exact", "same"):
+            ways.pop(of_one_rank, None)
         return ways
 
     def _wait_for_all(self) -> None:

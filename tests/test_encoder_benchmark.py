@@ -39,7 +39,7 @@ def test_a_trace_from_a_file_on_the_twin(tmp_path: Path) -> None:
     assert [row["grids"] for row in figures["rows"]] == [[[1, 8, 8], [1, 6, 10]], [[1, 16, 16]]]
     assert [row["tokens"] for row in figures["rows"]] == [31, 64]
     for row in figures["rows"]:
-        assert set(row["ms"]) == {"eager", "again", "tower", "ours"}
+        assert set(row["ms"]) == {"eager", "again", "tower", "ours", "same"}
         assert max(row["error"].values()) < 1e-4 and min(row["ms"].values()) > 0
     assert [row["steps"] for row in figures["rows"]] == [[64], [64]]
     assert "total of ours / eager" in ran.stdout
