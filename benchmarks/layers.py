@@ -5,7 +5,7 @@
 
 Microseconds of one call: the median of CUDA events around replays of a graph of four calls, on
 random data. What two ways compute is compared before they are timed. Needs vLLM for GPUs with
-FlashAttention 3; takes about half a minute.
+FlashAttention 3, and takes about half a minute; versions 2 and 4 are measured where vLLM has them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -107,7 +108,7 @@ def attention(rows: int) -> None:
         q, k = apply_rotary_emb(copy(), cos, sin, False).unbind(0)
         return flash(q, k, offsets)
 
-    def flash(q: torch.Tensor, k: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    def flash(q: torch.Tensor, k: torch.Tensor, at: torch.Tensor, version: int = 3) -> torch.Tensor:
         attended = flash_attn_varlen_func(
             q,
             k,
@@ -119,7 +120,7 @@ def attention(rows: int) -> None:
             dropout_p=0.0,
             causal=False,
             softmax_scale=SIZE**-0.5,
-            fa_version=3,
+            fa_version=version,
         )
         return attended.reshape(rows, HEADS * SIZE)
 
@@ -139,9 +140,30 @@ def attention(rows: int) -> None:
     show("rotary positions, vLLM's", rows, lambda: apply_rotary_emb(qk, cos, sin, False))
     show("both in one pass", rows, lambda: rotated(qkv, cos, sin, HEADS, SIZE))
     show("windows, FlashAttention 3", rows, lambda: flash(q, k, offsets))
+    for version in (2, 4):
+        other_version(version, rows, partial(flash, q, k, offsets, version), expected)
     show("windows, copy and rotary positions and FlashAttention 3", rows, upstream)
     show(f"windows, one kernel (apart by {apart:.0e})", rows, lambda: ours(offsets))
     show("windows, one kernel, four times the slots", rows, lambda: ours(slots))
+
+
+def other_version(version: int, rows: int, call: Call, expected: torch.Tensor) -> None:
+    """FlashAttention of a version that need not be there, or why it is not measured."""
+    from vllm.vllm_flash_attn.flash_attn_interface import (
+        fa_version_unsupported_reason,
+        is_fa_version_supported,
+    )
+
+    name = f"windows, FlashAttention {version}"
+    if not is_fa_version_supported(version):
+        print(f"{rows:>6} rows  {name}: {fa_version_unsupported_reason(version)}")
+        return
+    try:
+        apart = ((call() - expected).float().norm() / expected.float().norm()).item()
+        assert apart < 1e-2, apart
+        show(f"{name} (apart by {apart:.0e})", rows, call)
+    except Exception as error:  # whatever a version lacks for this head size or card
+        print(f"{rows:>6} rows  {name} failed: {error!r:.200}")
 
 
 def main() -> int:
