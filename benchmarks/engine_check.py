@@ -27,12 +27,13 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -207,8 +208,8 @@ def compare(manager: Any, batches: list[Recorded]) -> list[dict[str, Any]]:
         rows.append(
             {
                 "tokens": [len(out) for out in outputs],
-                "worst": max(errors),
-                "itself": max(itself),
+                "worst": worst(errors),
+                "itself": worst(itself),
                 "on_buffers": error_on_buffers(manager, mm_kwargs),
                 "control": control,
                 "finite": finite,
@@ -235,6 +236,12 @@ def twice_over(mm_kwargs: dict[str, Any]) -> dict[str, Any]:
 def relative(actual: Any, expected: Any) -> float:
     difference = (actual.float() - expected.float()).norm()
     return float(difference / expected.float().norm())
+
+
+def worst(errors: Iterable[float]) -> float:
+    """The largest, or NaN where one is NaN; ``max`` drops those that do not come first."""
+    known = list(errors)
+    return max(known, key=lambda error: math.inf if math.isnan(error) else error)
 
 
 def command_line() -> argparse.Namespace:

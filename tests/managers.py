@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Managers over tiny models, and batches for them, shared by the tests of this folder."""
+"""Managers over tiny models, and batches for them, shared by the tests of this folder.
+
+They are made where ``models.place`` says. :func:`assert_same` has float32's tolerance, so it is for
+the CPU; ``oracles.assert_close`` is for both.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

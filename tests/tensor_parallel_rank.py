@@ -106,6 +106,8 @@ CASES: dict[str, Callable[[EncoderGraphManager], None]] = {
 
 def main(family: str, case: str, rank: int, world: int, folder: Path) -> None:
     if ON_GPU:
+        if torch.cuda.device_count() < world:
+            sys.exit(f"{world} ranks need a GPU each: a captured all-reduce is NCCL's")
         torch.cuda.set_device(rank)
     config = models.make_config(folder / "model", tensor_parallel_size=world)
     with set_current_vllm_config(config):

@@ -3,6 +3,7 @@
 mean nothing on a CPU."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -39,7 +40,21 @@ def test_two_ranks_on_the_twin(tmp_path: Path) -> None:
     assert "times as fast" in ran.stdout
 
 
-def test_a_rank_that_fails_is_named_with_its_log(tmp_path: Path) -> None:
+def test_a_rank_that_fails_is_named_with_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the first one waits for it."""
+    script = tmp_path / "ranks.py"
+    script.write_text(
+        "import sys, time\nif '1' == sys.argv[-1]: sys.exit('the cause')\ntime.sleep(600)\n"
+    )
+    monkeypatch.setattr(data_parallel, "__file__", str(script))
     options = data_parallel.command_line(["--device", "cpu"])
-    with pytest.raises(SystemExit, match="(?s)rank 0 of 1 failed:.*unrecognized arguments: --odd"):
-        data_parallel.start(options, ["--odd"], 1, tmp_path / "ranks")
+    with pytest.raises(SystemExit, match="^rank 1 of 2 failed:\nthe cause\n$"):
+        data_parallel.start(options, [], 2, tmp_path / "folder")
+
+
+def test_nan_is_the_worst_error_wherever_it_stands() -> None:
+    for errors in ([math.nan, 1.0], [1.0, math.nan, 2.0], [1.0, math.nan]):
+        assert math.isnan(data_parallel.worst(errors))
+    assert data_parallel.worst([1.0, 3.0, 2.0]) == 3.0

@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.vit_cudagraph.manager import EncoderGraphManager
 
 MOST = 6
-MOST_OF_THE_SAME_GRIDS = 4
-"""Pixels in, zeros behind them, rows out, and one to spare."""
+MOST_OF_THE_SAME_GRIDS = 2
+"""Pixels in, rows out."""
 
 
 class Operations(TorchDispatchMode):
@@ -101,6 +101,8 @@ def test_videos_and_reordered_items() -> None:
     shapes = [[1, 4, 4], [1, 24, 32], [1, 4, 6], [1, 24, 36], [1, 6, 6]]
     mm_kwargs = managers.batch(manager.model, shapes, "video")
     managers.run(manager, mm_kwargs)
+    for captured in manager.captured.values():
+        captured.holds = None
     before = manager.statistics.replays.total()
     with operations(manager) as seen:
         managers.run(manager, mm_kwargs)

@@ -5,6 +5,8 @@ Qwen3-VL's learned positions are summed inside the forward here, in another orde
 upstream's, so there the last bits may differ.
 """
 
+from unittest import mock
+
 import managers
 import pytest
 import torch
@@ -156,6 +158,23 @@ def test_cache_is_bounded_and_drops_the_least_recently_used() -> None:
     assert made[-1] == second
     huge = cache.get((1, 2, 200), lambda grid: {"rows": torch.zeros(1000)})
     assert len(huge["rows"]) == 1000 and cache.bytes <= 120
+
+
+def test_a_key_is_told_by_order_by_layout_and_since_when() -> None:
+    """All of what :meth:`MetadataBuilder.parts` depends on."""
+    model = managers.model("qwen2_5_vl")
+    builder, grids = model._vit_builder, [(1, 4, 4), (1, 4, 8)]
+    key = builder.key(grids)
+    assert key is not None and key == builder.key(list(grids))
+    others = [builder.key(grids[::-1]), builder.key(grids[:1])]
+    with managers.backend(model, AttentionBackendEnum.TORCH_SDPA):
+        others.append(builder.key(grids))
+    with mock.patch.object(model.visual, "hidden_size", model.visual.hidden_size + 1):
+        others.append(builder.key(grids))
+    assert builder.key(grids) == key
+    builder.forget()
+    others.append(builder.key(grids))
+    assert key not in others and len(set(others)) == len(others)
 
 
 def test_position_rows_that_a_hook_made_on_the_host_go_to_the_tower() -> None:

@@ -103,6 +103,21 @@ def test_padding_that_is_not_as_declared_is_noticed() -> None:
         buffer[-1] = kept
 
 
+def test_a_replay_that_writes_into_its_metadata_is_noticed() -> None:
+    manager, captured, _ = replayed()
+    replay = captured.graph.replay
+
+    def writes() -> None:
+        replay()
+        captured.buffers["cu_seqlens"][-1] += 1
+
+    with (
+        mock.patch.object(captured.graph, "replay", writes),
+        pytest.raises(Mismatch, match="wrote into cu_seqlens"),
+    ):
+        check_batch(subject(), manager, BATCH)
+
+
 def test_a_hit_without_a_replay_is_noticed() -> None:
     manager, captured, _ = replayed()
     with (

@@ -2,7 +2,7 @@
 """The synthetic model equals its reference, eagerly and through graphs, whatever its geometry; and
 the comparison notices what it is there for."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -363,6 +363,47 @@ def test_a_stale_buffer_shows(name: str) -> None:
         check_replayed(manager, managers.batch(model, RAGGED[::-1], seed=1))
     captured_graph.holds = None  # the same metadata would not be loaded again
     check_replayed(manager, managers.batch(model, RAGGED[::-1], seed=1))
+
+
+def test_order_of_the_grids_is_told_apart() -> None:
+    """The same grids in another order, in one graph, one batch after the other."""
+    manager = captured(make(window_side=2), budgets=[64], items=8)
+    for grids in (RAGGED, RAGGED[::-1], RAGGED, RAGGED):
+        check_replayed(manager, managers.batch(manager.model, grids, seed=1))
+    assert manager.statistics.replays[64] == 4
+
+
+class ReadsMore(SyntheticModel):
+    """Its metadata depends on more than grids."""
+
+    scale = 1.0
+
+    def vit_metadata(self, grids: Any, device: torch.device) -> dict[str, torch.Tensor | None]:
+        made = super().vit_metadata(grids, device)
+        assert made["positions"] is not None
+        return made | {"positions": made["positions"] * self.scale}
+
+
+class MakesPartsOfItsOwn(SyntheticModel):
+    scale = 1.0
+
+    def vit_metadata_parts(self, grids: Any, device: torch.device) -> Mapping[str, Any]:
+        made = dict(super().vit_metadata_parts(grids, device))
+        return made | {"positions": [made["positions"] * self.scale]}
+
+
+@pytest.mark.parametrize("kind", [ReadsMore, MakesPartsOfItsOwn])
+def test_a_models_own_metadata_is_made_for_each_step(kind: type[SyntheticModel]) -> None:
+    model = make()
+    model.__class__ = kind
+    manager = captured(model, budgets=[64], items=8)
+    kwargs = managers.batch(model, RAGGED, seed=1)
+    first = managers.run(manager, kwargs)
+    model.scale = 3.0  # type: ignore[attr-defined]
+    second = managers.run(manager, kwargs)
+    assert manager.statistics.replays[64] == 2
+    assert not any(torch.allclose(*pair) for pair in zip(first, second, strict=True))
+    assert model.vit_metadata_key([(1, 4, 4)]) is None
 
 
 def test_weights_that_change_in_place_are_followed_at_the_same_grids() -> None:

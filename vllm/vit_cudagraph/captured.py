@@ -67,8 +67,8 @@ class CapturedBudget:
             buffer = buffers.get(name)
             if buffer is None or buffer.data_ptr() != address:
                 raise BufferMoved(
-                    f"buffer {name} moved since capture; a hook must write into buffers, "
-                    "never rebind or resize them"
+                    f"buffer {name} moved since capture; a hook must never rebind or resize "
+                    "what a graph reads"
                 )
             if kept and name != PIXELS:
                 continue

@@ -182,11 +182,11 @@ class MetadataBuilder:
     cache: RowCache = field(default_factory=RowCache)
     _of_grids: SizedCache[Any, HostArrays] = field(default_factory=_host_cache)
     _of_batches: SizedCache[Any, HostArrays] = field(default_factory=_host_cache)
-    _forgotten: int = 0
+    _since: object = field(default_factory=object)
 
     def forget(self) -> None:
         """Empty all caches; no key of before is given again."""
-        self._forgotten += 1
+        self._since = object()
         for cache in (self.cache, self._of_grids, self._of_batches):
             cache.clear()
 
@@ -195,10 +195,11 @@ class MetadataBuilder:
         return AttentionLayout.of_tower(self.tower)
 
     def key(self, grids: Sequence[Grid]) -> Hashable | None:
-        """Equal for equal :meth:`parts`; None where weights have a say in them."""
+        """Equal keys stand for equal :meth:`parts`; None where weights have a say in them. Order
+        counts, and so does what the attention backend wants."""
         if any(row.value == "learned" for row in self.geometry.rows.values()):
             return None
-        return self._forgotten, self.layout, tuple(grids)
+        return self._since, self.layout, tuple(grids)
 
     def build(self, grids: Sequence[Grid], device: torch.device) -> dict[str, torch.Tensor | None]:
         """The exact, unpadded metadata of some items as tensors: :meth:`parts`, joined and moved.

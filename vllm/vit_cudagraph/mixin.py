@@ -206,7 +206,8 @@ class WindowedViTCudaGraphMixin:
     def vit_forward(
         self, pixels: torch.Tensor, metadata: dict[str, torch.Tensor | None]
     ) -> torch.Tensor:
-        """The tower, ``[N, *pixel_row]`` to ``[tower rows, width]``. Must be capturable."""
+        """The tower, ``[N, *pixel_row]`` to ``[tower rows, width]``. Must be capturable, and must
+        not write to its metadata: a replay of the same grids reads what the last one left there."""
         return self.vit_tower()(pixels, None, encoder_metadata=metadata)
 
     def vit_project(self, rows: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
@@ -323,9 +324,12 @@ class WindowedViTCudaGraphMixin:
         return self._vit_builder.key(grids) if self._vit_builds_metadata() else None
 
     def _vit_builds_metadata(self) -> bool:
-        """Whether :meth:`vit_metadata` is the one above."""
-        hook = getattr(self.vit_metadata, "__func__", None)
-        return hook is WindowedViTCudaGraphMixin.vit_metadata
+        """Whether :meth:`vit_metadata` and its parts are those above."""
+        return all(
+            getattr(getattr(self, name), "__func__", None)
+            is getattr(WindowedViTCudaGraphMixin, name)
+            for name in ("vit_metadata", "vit_metadata_parts")
+        )
 
     def vit_split(self, rows: torch.Tensor, grids: Sequence[Grid]) -> list[torch.Tensor]:
         """Project one step's rows, and split them into items, which are views.

@@ -64,7 +64,9 @@ class TwinWorker(CPUWorker):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         # vLLM's form of it for CPUs ends the engine under Ernie4.5-VL's text model, and under
         # DeepSeek's without MLA it rotates rows by other rows' positions; plain torch does not.
-        self.compilation_config.custom_ops.append("-rotary_embedding")
+        operators = self.compilation_config.custom_ops
+        if not {"-rotary_embedding", "+rotary_embedding"} & set(operators):
+            operators.append("-rotary_embedding")
         # For a model that stays upstream's, the tower's attention stays upstream's too.
         if issubclass(get_model_cls(self.model_config), WindowedViTCudaGraphMixin):
             reference_attention.register()

@@ -72,7 +72,8 @@ class Place:
     def torch_device(self) -> torch.device:
         if self.device == "cpu":
             return torch.device("cpu")
-        # With its index: buffers are compared with what lies on "cuda:0".
+        # With its index, since buffers are compared with what lies on "cuda:0"; the current one,
+        # since each of several ranks has its own.
         return torch.device("cuda", torch.cuda.current_device())
 
 

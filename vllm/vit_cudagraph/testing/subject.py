@@ -116,6 +116,17 @@ class WatchedManager(EncoderGraphManager):
         self._counted.append(counted)
         return captured
 
+    def _run(self, captured: CapturedBudget) -> None:
+        """A replay leaves the metadata as it was: the next one may read it again."""
+        before = {n: b.clone() for n, b in captured.buffers.items() if n != PIXELS and b.ndim}
+        super()._run(captured)
+        self.violations += [
+            f"the replay wrote into {name}"
+            for name, buffer in before.items()
+            # As bytes: NaN differs from itself.
+            if not torch.equal(buffer.view(torch.uint8), captured.buffers[name].view(torch.uint8))
+        ]
+
     def _replay(self, step: Step, inputs: ViTInputs, ends: Sequence[int]) -> torch.Tensor | None:
         before = self.replays
         rows = super()._replay(step, inputs, ends)
