@@ -69,7 +69,7 @@ class FamilyConformance(EncoderGraphConformance):
     """
 
     family: ClassVar[str]
-    share = 0.15
+    share = 0.12
     real_settings: ClassVar[GraphSettings] = GraphSettings((64, 256, 512), items=8)
     test_planted_fault = None  # type: ignore[assignment]
 
