@@ -43,7 +43,8 @@ from typing import Any
 
 import encoder
 import towers_full_size
-from engine_check import TOLERANCE, relative, worst
+from encoder import errors
+from engine_check import TOLERANCE, worst
 from traces import TRACES
 
 START_LIMIT_S = 300
@@ -119,20 +120,12 @@ class ShardedBench(encoder.Bench):
 
     def run_batch(self, modality: str, grids: list[list[int]], seed: int, repeats: int) -> Any:
         """Errors of this rank, and samples of its runs, by way."""
-        from vllm.vit_cudagraph.testing.strategies import Batch
-        from vllm.vit_cudagraph.testing.subject import make_kwargs
-
-        batch = Batch(modality, tuple(tuple(grid) for grid in grids), seed)
-        mm_kwargs = make_kwargs(self.ours, batch)
+        mm_kwargs = self._kwargs(modality, grids, seed)
         ways = self._ways(mm_kwargs)
         with self.torch.inference_mode():
             with whole(self.stock):
                 expected = [row.clone() for row in self.stock.embed_multimodal(**mm_kwargs)]
-            errors = {
-                name: worst(relative(a, b) for a, b in zip(way(), expected, strict=True))
-                for name, way in ways.items()
-            }
-            return errors, self._in_turns(ways, repeats)
+            return errors(ways, expected), self._in_turns(ways, repeats)
 
 
 @contextmanager
@@ -148,10 +141,9 @@ def whole(model: Any) -> Iterator[None]:
 def run_rank(options: argparse.Namespace) -> None:
     """Run all traces as one of the ranks; the first writes what all of them found."""
     faulthandler.dump_traceback_later(START_LIMIT_S, exit=True)
-    if options.device == "cuda":
-        import torch
+    from vllm.vit_cudagraph.testing.rank_groups import take_gpu
 
-        torch.cuda.set_device(options.rank % torch.cuda.device_count())
+    take_gpu(options.rank)
     bench = ShardedBench(options)
     captured = {name: asdict(of) for name, of in bench.captures.items()}
     figures: dict[str, Any] = {"ranks": bench.world, "over": bench.over(), "captured": captured}
@@ -184,13 +176,13 @@ def of_all(bench: ShardedBench, grids: list[list[int]], found: list[Any]) -> dic
     """One batch: the worst error and the slowest rank of each way, and how even the shares are."""
     from vllm.v1.worker.encoder_cudagraph import get_load_balance_assignment
 
-    errors, samples = zip(*found, strict=True)
+    wrong, samples = zip(*found, strict=True)
     patches = [bench.ours.vit_declared.patches(tuple(grid)) for grid in grids]
     *_, shares = get_load_balance_assignment(patches, bench.world)
     return {
         "grids": grids,
         "tokens": sum(bench.ours.vit_declared.output_tokens(tuple(grid)) for grid in grids),
-        "error": {name: worst(of[name] for of in errors) for name in errors[0]},
+        "error": {name: worst(of[name] for of in wrong) for name in wrong[0]},
         "ms": {
             name: statistics.median(map(max, zip(*(of[name] for of in samples), strict=True)))
             for name in samples[0]

@@ -185,22 +185,14 @@ class Bench:
 
     def run(self, modality: str, grids: list[list[int]], seed: int, repeats: int) -> Timed:
         """Check every way on a batch, then time them in turns."""
-        from vllm.vit_cudagraph.testing.strategies import Batch
-        from vllm.vit_cudagraph.testing.subject import make_kwargs
-
-        batch = Batch(modality, tuple(tuple(grid) for grid in grids), seed)
-        mm_kwargs = make_kwargs(self.ours, batch)
+        mm_kwargs = self._kwargs(modality, grids, seed)
         declared = self.ours.vit_declared
         tokens = sum(declared.output_tokens(tuple(grid)) for grid in grids)
         timed = Timed(grids, tokens)
         ways = self._ways(mm_kwargs)
         with self.torch.inference_mode():
             expected = [row.clone() for row in ways["eager"]()]
-            for name, way in ways.items():
-                given = way()
-                timed.error[name] = worst(
-                    relative(a, b) for a, b in zip(given, expected, strict=True)
-                )
+            timed.error = errors(ways, expected)
             samples = self._in_turns(ways, repeats)
             self._of_ours(timed, mm_kwargs, statistics.median(samples["ours"]))
         for name, of in samples.items():
@@ -208,6 +200,14 @@ class Bench:
             quartiles = statistics.quantiles(of, n=4) if len(of) > 1 else [of[0]] * 3
             timed.low[name], timed.high[name] = quartiles[0], quartiles[2]
         return timed
+
+    def _kwargs(self, modality: str, grids: list[list[int]], seed: int) -> dict[str, Any]:
+        """A batch as a runner hands it over, its pixels drawn."""
+        from vllm.vit_cudagraph.testing.strategies import Batch
+        from vllm.vit_cudagraph.testing.subject import make_kwargs
+
+        batch = Batch(modality, tuple(tuple(grid) for grid in grids), seed)
+        return make_kwargs(self.ours, batch)
 
     def _ways(self, mm_kwargs: dict[str, Any]) -> dict[str, Callable[[], Any]]:
         ways = {
@@ -275,6 +275,14 @@ class Bench:
         end.record()
         self._wait()
         return float(begin.elapsed_time(end))
+
+
+def errors(ways: dict[str, Callable[[], Any]], expected: Sequence[Any]) -> dict[str, float]:
+    """Largest relative error of an item, of each way."""
+    return {
+        name: worst(relative(a, b) for a, b in zip(way(), expected, strict=True))
+        for name, way in ways.items()
+    }
 
 
 def limits(options: argparse.Namespace) -> dict[str, int]:

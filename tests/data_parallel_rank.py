@@ -37,7 +37,7 @@ from vllm.v1.worker import encoder_cudagraph
 from vllm.vit_cudagraph.failures import RankFailure, brief
 from vllm.vit_cudagraph.mixin import ViTInputs
 from vllm.vit_cudagraph.testing import models
-from vllm.vit_cudagraph.testing.rank_groups import join
+from vllm.vit_cudagraph.testing.rank_groups import join, take_gpu
 from vllm.vit_cudagraph.testing.subject import new_pool
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
@@ -299,8 +299,7 @@ def main(rank: int, world: int, folder: Path) -> None:
     reports: dict[str, dict[str, Any]] = {}
     for family in FAMILIES:
         faulthandler.dump_traceback_later(START_LIMIT_S, exit=True)
-        if ON_GPU:
-            torch.cuda.set_device(rank % torch.cuda.device_count())
+        take_gpu(rank)
         config = make_config(
             folder.parent / family, tensor_parallel_size=world, mm_encoder_tp_mode="data"
         )

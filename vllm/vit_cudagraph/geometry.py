@@ -306,6 +306,11 @@ class ViTGeometry:
             self.in_channels * self.temporal_patch_size * self.patch_size**2,
         )
 
+    @cached_property
+    def learns_rows(self) -> bool:
+        """Whether some rows of the metadata depend on weights."""
+        return any(row.value == "learned" for row in self.rows.values())
+
     def check_grid(self, grid: Sequence[int]) -> None:
         """Raise :class:`NotCapturable` unless ``grid`` is one that the tower defines."""
         if len(grid) != 3 or min(grid) < 1:

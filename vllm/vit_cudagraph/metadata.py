@@ -197,7 +197,7 @@ class MetadataBuilder:
     def key(self, grids: Sequence[Grid]) -> Hashable | None:
         """Equal keys stand for equal :meth:`parts`; None where weights have a say in them. Order
         counts, and so does what the attention backend wants."""
-        if any(row.value == "learned" for row in self.geometry.rows.values()):
+        if self.geometry.learns_rows:
             return None
         return self._since, self.layout, tuple(grids)
 
@@ -301,9 +301,7 @@ class MetadataBuilder:
         }
 
     def _learned(self, grids: Sequence[Grid]) -> Mapping[str, Any]:
-        if any(row.value == "learned" for row in self.geometry.rows.values()):
-            return self.learned_rows(grids)
-        return {}
+        return self.learned_rows(grids) if self.geometry.learns_rows else {}
 
     def _window_index(self, grids: Sequence[Grid]) -> dict[str, npt.NDArray[np.int64]]:
         """Window order of all items' tokens and its inverse, int64, shape ``[T]`` each."""

@@ -106,7 +106,7 @@ def _positions(geometry: ViTGeometry) -> bool:
 
 
 def _keyed(geometry: ViTGeometry) -> bool:
-    return all(row.value != "learned" for row in geometry.rows.values())
+    return not geometry.learns_rows
 
 
 def _drops_rows(geometry: ViTGeometry) -> bool:

@@ -23,6 +23,16 @@ def backend(world: int) -> str:
     return "nccl" if alone else "gloo"
 
 
+def take_gpu(rank: int) -> int:
+    """Make this rank's GPU the current one, where :func:`models.place` says GPUs; its number among
+    this machine's devices."""
+    if place().device == "cpu":
+        return rank
+    local = rank % torch.cuda.device_count()
+    torch.cuda.set_device(local)
+    return local
+
+
 def join(rank: int, world: int, folder: Path, timeout: timedelta | None = None) -> None:
     """Make vLLM's groups, of ``world`` tensor-parallel ranks that meet in ``folder``, on a GPU each
     where there are GPUs. A current configuration is to be set.
@@ -33,13 +43,10 @@ def join(rank: int, world: int, folder: Path, timeout: timedelta | None = None) 
     # Names that differ: vLLM then takes gloo in place of shared memory, in which a rank would wait
     # for ever for one that has gone.
     os.environ["VLLM_DIST_IDENT"] = f"rank-{rank}"
-    chosen, local = backend(world), rank
-    if place().device == "cuda":
-        local = rank % torch.cuda.device_count()
-        torch.cuda.set_device(local)
-        if chosen == "gloo":
-            os.environ["VLLM_DISABLE_PYNCCL"] = "1"
-            set_custom_all_reduce(False)
+    chosen, local = backend(world), take_gpu(rank)
+    if place().device == "cuda" and chosen == "gloo":
+        os.environ["VLLM_DISABLE_PYNCCL"] = "1"
+        set_custom_all_reduce(False)
     init_distributed_environment(
         world_size=world,
         rank=rank,
