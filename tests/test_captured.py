@@ -163,6 +163,14 @@ REFUSED = {
         change("pixel_values", [torch.zeros(9, 6), torch.zeros(8, 6)]),
         "pixel_values has more rows than its buffer",
     ),
+    "one piece too often": (
+        change("cos", [torch.zeros(6, 2, dtype=torch.bfloat16)] * 3),
+        "cos has more rows than its buffer",
+    ),
+    "one piece twice, and another of a wrong shape": (
+        change("cos", [torch.zeros(2, n, dtype=torch.bfloat16) for n in (2, 2, 3)]),
+        "cos rows differ in shape from the buffer's",
+    ),
     "metadata that is not there": (
         change("cos", None),
         "a tensor is missing from the metadata",
@@ -557,3 +565,34 @@ def test_position_buffers_of_one_arena_do_not_touch_and_are_aligned() -> None:
     for number, (name, view) in enumerate(flat.buffers.items(), start=1):
         used = len(pieces[name][0])
         assert (view[:used] == number).all() and not view[used:].any()
+
+
+@given(
+    row=st.lists(st.integers(1, 9), max_size=2).map(tuple),
+    dtype=st.sampled_from([torch.uint8, torch.bfloat16, torch.float64]),
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=4),
+    data=st.data(),
+)
+@examples(30)
+def test_an_arena_of_any_rows_is_aligned_and_holds_what_it_is_given(
+    row: tuple[int, ...], dtype: torch.dtype, lengths: list[int], data: st.DataObject
+) -> None:
+    shapes = {str(i): ((length, *row), dtype) for i, length in enumerate(lengths)}
+    flat = FlatArena(shapes, CPU)
+    for _ in range(2):  # what the first leaves, the second covers
+        given = {}
+        for name, ((length, *_), _) in shapes.items():
+            ends = sorted(data.draw(st.lists(st.integers(0, length), min_size=1, max_size=4)))
+            rows = torch.randint(1, 200, (ends[-1], *row)).to(dtype)
+            given[name] = rows.tensor_split(ends[:-1])
+        flat.load(given)
+        for name, view in flat.buffers.items():
+            assert view.storage_offset() * dtype.itemsize % 256 == 0
+            assert view.is_contiguous() and view.shape == shapes[name][0]
+            exact = torch.cat(given[name])
+            assert torch.equal(view[: len(exact)], exact) and not view[len(exact) :].any()
+
+
+def test_buffers_whose_rows_differ_do_not_share_an_arena() -> None:
+    with pytest.raises(ValueError):
+        FlatArena({"a": ((4, 3), torch.float32), "b": ((4, 2), torch.float32)}, CPU)

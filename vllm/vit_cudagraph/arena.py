@@ -13,7 +13,7 @@ microseconds of the host's time, so buffers that are refreshed alike lie side by
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from math import prod
+from math import gcd, prod
 
 import numpy as np
 import numpy.typing as npt
@@ -96,10 +96,10 @@ class _Staging:
 
 
 class FlatArena:
-    """Row buffers of one dtype on a device, one behind the other.
+    """Row buffers on a device, one behind the other, whose rows have one dtype and shape.
 
     Args:
-        shapes: Shape and dtype of each buffer; the dtype is the same for all.
+        shapes: Shape and dtype of each buffer; they differ in their first dimension alone.
         device: Where the buffers lie.
 
     Attributes:
@@ -107,29 +107,30 @@ class FlatArena:
     """
 
     def __init__(self, shapes: Shapes, device: torch.device) -> None:
-        (dtype,) = {dtype for _, dtype in shapes.values()}
-        step = max(1, _ALIGNMENT // dtype.itemsize)
-        self._sizes = {name: round_up(prod(shape), step) for name, (shape, _) in shapes.items()}
-        self._flat = torch.zeros(sum(self._sizes.values()), dtype=dtype, device=device)
-        self._zeros = torch.zeros(max(self._sizes.values()), dtype=dtype, device=device)
-        pieces = self._flat.split(list(self._sizes.values()))
+        ((row, dtype),) = {(shape[1:], dtype) for shape, dtype in shapes.values()}
+        # The fewest rows that end where the next buffer may begin.
+        step = _ALIGNMENT // gcd(_ALIGNMENT, prod(row) * dtype.itemsize)
+        self._sizes = {name: round_up(shape[0], step) for name, (shape, _) in shapes.items()}
+        self._flat = torch.zeros((sum(self._sizes.values()), *row), dtype=dtype, device=device)
+        self._zeros = torch.zeros((max(self._sizes.values()), *row), dtype=dtype, device=device)
+        areas = self._flat.split(list(self._sizes.values()))
         self.buffers = {
-            name: piece[: prod(shape)].view(shape)
-            for piece, (name, (shape, _)) in zip(pieces, shapes.items(), strict=True)
+            name: area[: shape[0]]
+            for area, (name, (shape, _)) in zip(areas, shapes.items(), strict=True)
         }
 
     def load(self, rows: Mapping[str, Sequence[torch.Tensor]]) -> None:
         """Write each buffer: its pieces from the front, 0 behind them.
 
         Args:
-            rows: Pieces ``[n, *trailing]`` of every buffer, on its device, at most as many rows as
-                it has.
+            rows: Pieces ``[n, *row]`` of every buffer, on its device, at most as many rows as it
+                has.
         """
         parts: list[torch.Tensor] = []
         for name, size in self._sizes.items():
-            flat = [piece.reshape(-1) for piece in rows[name]]
-            used = sum(piece.numel() for piece in flat)
-            parts += flat
+            pieces = rows[name]
+            used = sum(piece.shape[0] for piece in pieces)
+            parts += pieces
             if used < size:
                 parts.append(self._zeros[: size - used])
         torch.cat(parts, out=self._flat)

@@ -128,11 +128,14 @@ def _check_rows(name: str, pieces: Iterable[torch.Tensor], buffer: torch.Tensor)
     # Plain loops over attributes read once: this runs for each item of each replay.
     dtype, shape = buffer.dtype, buffer.shape
     dims, trailing, rows = len(shape), shape[1:], 0
+    last, length = None, 0
     for piece in pieces:
-        size = piece.shape
-        if piece.dtype != dtype or len(size) != dims or size[1:] != trailing:
-            _say_what_differs(name, piece, buffer)
-        rows += size[0]
+        if piece is not last:  # items of one grid share their piece
+            size = piece.shape
+            if piece.dtype != dtype or len(size) != dims or size[1:] != trailing:
+                _say_what_differs(name, piece, buffer)
+            last, length = piece, size[0]
+        rows += length
     if rows > shape[0]:
         raise NotCapturable(f"{name} has more rows than its buffer", f"{rows} > {shape[0]}")
 
