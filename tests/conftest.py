@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -34,6 +35,16 @@ def no_cuda_call() -> Iterator[None]:
     torch = sys.modules.get("torch")
     asked = os.environ.get("VIT_CUDAGRAPH_TEST_DEVICE") == "cuda"
     assert asked or torch is None or not torch.cuda.is_initialized(), "a test made a CUDA call"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def inspected_here() -> Iterator[None]:
+    """vLLM inspects each model class in a process of its own, which imports vLLM for it: seconds
+    for each of some fifty classes that this process loads anyway. Servers do as they always do."""
+    from vllm.model_executor.models import registry
+
+    with mock.patch.object(registry, "_run_in_subprocess", lambda inspect: inspect()):
+        yield
 
 
 # -- how much of the tolerances a run has used -----------------------------------------------------

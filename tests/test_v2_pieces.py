@@ -42,7 +42,6 @@ from transformers import BatchFeature
 
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
-from vllm.model_executor.models import registry
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.inputs import (
     MultiModalFeatureSpec,
@@ -72,12 +71,10 @@ Entry = tuple[str, MultiModalKwargsItem]
 @pytest.fixture(scope="module", autouse=True)
 def on_the_cpu() -> Iterator[None]:
     """What the pieces ask of a GPU, answered. Configuration is made first: see ``vllm_log``."""
-    # vLLM imports itself in a process of its own to inspect a class, which is loaded here already.
-    with mock.patch.object(registry, "_run_in_subprocess", lambda inspect: inspect()):
-        for family in managers.FAMILIES:
-            managers.model(family)
-        for options in ({}, {"enable_mm_embeds": True}):
-            no_items(**options)
+    for family in managers.FAMILIES:
+        managers.model(family)
+    for options in ({}, {"enable_mm_embeds": True}):
+        no_items(**options)
     with (
         mock.patch.object(buffer_utils, "is_uva_available", lambda: False),
         mock.patch.object(parallel_state, "graph_capture", lambda device: nullcontext()),
