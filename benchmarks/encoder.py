@@ -341,6 +341,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "device": device_name(options.device),
         "captured": {name: asdict(of) for name, of in bench.captures.items()},
         "budgets": sorted(bench.manager.captured),
+        "costs": bench.manager.costs.as_dict(),
         "rows": [asdict(row) for row in rows],
     }
     print_report(figures)

@@ -17,7 +17,9 @@ NS = 1e-6  # in milliseconds: costs are rounded to it
 sizes = st.integers(1, 100) | st.integers(1, 20000)
 times = st.floats(0.01, 500, allow_nan=False) | st.integers(1, 9).map(float)
 curves = st.dictionaries(sizes, times, min_size=1, max_size=8)
-lines = st.builds(CostLines.of, curves, curves)
+lines = st.builds(
+    CostLines.of, curves, curves, st.integers(0, 5000), st.floats(0, 50, allow_nan=False)
+)
 
 
 # -- eager -----------------------------------------------------------------------------------------
@@ -157,6 +159,32 @@ def test_by_the_model_graphs_win_up_to_some_two_thousand_tokens() -> None:
     assert 1800 < (costs.crossover(margin=0.05) or 0) < 2116
 
 
+# -- attention -------------------------------------------------------------------------------------
+
+
+@given(costs=lines, tokens=sizes)
+@pytest.mark.fuzz
+@examples(200)
+def test_a_run_waits_for_no_longer_than_it_takes(costs: CostLines, tokens: int) -> None:
+    assert 0 <= costs.waiting_ns(tokens) <= costs.eager(tokens) / NS + 1
+
+
+def test_attention_by_hand() -> None:
+    costs = CostLines.of({}, {100: 10.0, 1000: 20.0}, sequence=256, pair_ns=2.0)
+    assert costs.waiting_ns(100) == pytest.approx(8e6)  # 2 ms of 10 are work
+    assert costs.waiting_ns(1000) == costs.waiting_ns(5000) == 0
+    assert costs.longer_ns(1024, 1) == 2.0 * 1024 * 768
+    assert costs.longer_ns(1024, 4) == costs.longer_ns(4, 1) == costs.longer_ns(0, 0) == 0
+
+
+@pytest.mark.parametrize(
+    "attention", [(-1, 1.0), (64, -0.1), (64, float("nan")), (64, float("inf"))]
+)
+def test_a_cost_of_attention_is_no_less_than_nothing(attention: tuple[int, float]) -> None:
+    with pytest.raises(ValueError, match="no cost of attention"):
+        CostLines.of({}, {64: 1.0}, *attention)
+
+
 # -- between processes -----------------------------------------------------------------------------
 
 
@@ -182,6 +210,8 @@ def test_json_gives_an_equal_object_back(costs: CostLines) -> None:
         {"replay_ms": [[64.5, 1.0]], "eager_ms": [[64, 1.0]]},
         {"replay_ms": None, "eager_ms": [[64, 1.0]]},
         {"replay_ms": [[64, 1.0]], "eager_ms": []},
+        {"replay_ms": [], "eager_ms": [[64, 1.0]], "sequence": None},
+        {"replay_ms": [], "eager_ms": [[64, 1.0]], "pair_ns": [1.0]},
     ],
 )
 def test_what_is_no_cost_lines_is_refused(values: dict[str, object]) -> None:

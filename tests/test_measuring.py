@@ -30,6 +30,7 @@ from vllm.vit_cudagraph.measuring import (
     eager_sizes,
     full_image,
     last_winner,
+    measure,
     never_falling,
     still_images,
 )
@@ -65,7 +66,7 @@ def clock(crossover: int) -> Iterator[list[tuple[str, int]]]:
     """Replays and eager runs cost the same at ``crossover`` tokens; yields what was timed."""
     timed: list[tuple[str, int]] = []
 
-    def replay_ms(bench: Bench, captured: CapturedBudget) -> float:
+    def replay_ms(bench: Bench, captured: CapturedBudget, grids: Any = None) -> float:
         timed.append(("replay", captured.capacity.budget))
         return 1.0 * captured.capacity.budget
 
@@ -260,11 +261,51 @@ def test_small_images_are_timed_and_eager_counts_for_less() -> None:
 
     with mock.patch.object(RecordedBackend, "milliseconds", milliseconds):
         manager = new_manager((config, model), budgets=[300])
-    near, *beyond = runs[-3:]
+    near, *beyond, again = runs
+    assert again == near  # may wait for launches, so it is timed twice
     assert len(near) == 1 and [sum(run) > 500 for run in beyond] == [True, True]
     assert all(max(run) < 2 * ITEM and len(run) > 1 for run in beyond)
     assert {ms for _, ms in manager.costs.eager_ms} == {10.0 * (1 - EAGER_DISCOUNT)}
     assert {ms for _, ms in manager.costs.replay_ms} == {10.0}
+
+
+def test_a_host_that_was_slow_for_a_while_does_not_make_eager_dear(served: Any) -> None:
+    """Runs that wait for launches: the first round meets a slow host, the second does not."""
+    with clock(250), mock.patch.object(Bench, "eager_ms", autospec=True) as eager:
+        eager.side_effect = [25.0, 26.0, 27.0, 30.0, 15.0, 14.0, 16.0]
+        manager = new_manager(served, budgets=[64, 256])
+    assert [call.args[1] for call in eager.call_args_list] == [64, 128, 256, 512, 64, 128, 256]
+    least = {64: 15.0, 128: 14.0, 256: 16.0, 512: 30.0}
+    assert dict(manager.costs.eager_ms) == {
+        tokens: pytest.approx((1 - EAGER_DISCOUNT) * ms) for tokens, ms in least.items()
+    }
+
+
+def test_what_larger_images_take_is_measured() -> None:
+    """A clock that runs with the pairs of patches that attend to each other."""
+    config = models.make_config(FAMILY, max_model_len=4096)
+    model = models.build_model(config)
+    given: list[Any] = []
+
+    def milliseconds(backend: RecordedBackend, run: Any) -> float:
+        lengths = manager.captured[1200].buffers["cu_seqlens"].diff().double()
+        given.append(lengths[lengths > 0].int().tolist())
+        return 1.0 + float((lengths**2).sum()) * 3e-6
+
+    with mock.patch.object(RecordedBackend, "milliseconds", lambda *_: None):
+        manager = new_manager((config, model), budgets=[1200])
+    with mock.patch.object(RecordedBackend, "milliseconds", milliseconds):
+        costs = measure(manager._bench(), manager.captured, 4096)
+    assert costs is not None
+    # Of as many patches in short sequences a pair of patches costs 3 ns, whatever their number.
+    assert costs.sequence == 4 * ITEM and costs.pair_ns == pytest.approx(3.0, rel=0.1)
+    assert [4 * 34 * 35] in given  # one image that fills the graph
+
+
+def test_graphs_no_larger_than_a_timed_image_say_nothing_of_attention(served: Any) -> None:
+    with clock(100):
+        manager = new_manager(served, budgets=[64, 200])
+    assert (manager.costs.sequence, manager.costs.pair_ns) == (0, 0.0)
 
 
 GEOMETRY = ViTGeometry(14, 2, offset_rows("sequences", "cu_seqlens", "max_seqlen"))

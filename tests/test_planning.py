@@ -217,6 +217,34 @@ def test_what_eager_does_cheaper_says_so() -> None:
     assert step == Step((0,), None, ((CHEAPER_EAGERLY, 1),))
 
 
+#: Two graphs, and eager runs that wait for launches until 20 ms: at 0.04 ms a token, 500 tokens.
+WAITING = {64: 3.0, 256: 17.0}, {64: 20.0, 500: 20.0, 1000: 40.0}
+
+
+@pytest.mark.parametrize(
+    "sequence, pair_ns, batch, replayed",
+    [
+        (1024, 0.0, [(1, 32, 32)], True),  # nothing is known of attention
+        (1024, 9.9, [(1, 32, 32)], True),  # no longer than what was timed
+        (256, 2.0, [(1, 32, 32)], True),  # 1024 x 768 pairs: 1.6 ms, so 18.6 of 20
+        (256, 4.0, [(1, 32, 32)], False),  # 3.1 ms
+        (256, 4.0, [(4, 16, 16)], True),  # each frame a sequence
+        (256, 0.1, [(1, 32, 32), (1, 30, 30)], False),  # replays of 20 ms, and 0.1 hidden
+    ],
+)
+def test_attention_that_an_eager_run_hides_counts_against_replays(
+    sequence: int, pair_ns: float, batch: list[Grid], replayed: bool
+) -> None:
+    declared = geometry(side=None)
+    graphs = [declared.capacity(budget, Limits(items=9)) for budget in (64, 256)]
+    plan = planner(graphs, declared, CostLines.of(*WAITING, sequence, pair_ns)).plan(batch)
+    assert any(step.budget is not None for step in plan.steps) == replayed
+    if not replayed:
+        (step,) = plan.steps
+        assert step.items == tuple(range(len(batch))) and plan.cost_ms == plan.eager_ms
+        assert dict(step.reasons)[CHEAPER_EAGERLY] > 0
+
+
 def test_without_graphs_all_is_eager() -> None:
     plan = planner([], geometry(), CostLines.modelled([])).plan([(1, 2, 2), (1, 90, 90)])
     assert plan.steps == (Step((0, 1), None, ((NOT_CAPTURED, 2),)),)

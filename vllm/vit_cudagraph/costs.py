@@ -71,27 +71,42 @@ class CostLines:
         replay_ms: For each captured token budget, what a replay took; may be empty.
         eager_ms: At a few sizes, what an eager run of so many tokens took; at least one. Measure
             one at the largest budget too: beyond the last size a token costs what it costs there.
+        sequence: Patches of the attention sequences that were timed.
+        pair_ns: What a patch takes longer for each patch by which its sequence is longer than that;
+            0 where it was not measured.
 
     Raises:
         ValueError: Token counts that do not ascend or are below 1, times that are not positive and
-            finite, no eager size.
+            finite, no eager size, a negative ``sequence`` or ``pair_ns``.
     """
 
     replay_ms: Points
     eager_ms: Points
+    sequence: int = 0
+    pair_ns: float = 0.0
 
     def __post_init__(self) -> None:
+        if self.sequence < 0 or not (math.isfinite(self.pair_ns) and self.pair_ns >= 0):
+            raise ValueError(f"no cost of attention: {self.sequence} patches, {self.pair_ns} ns")
         _checked("replay_ms", self.replay_ms)
         _checked("eager_ms", self.eager_ms)
         if not self.eager_ms:
             raise ValueError("eager_ms: measure an eager run of at least one size")
 
     @classmethod
-    def of(cls, replay_ms: Mapping[int, float], eager_ms: Mapping[int, float]) -> CostLines:
+    def of(
+        cls,
+        replay_ms: Mapping[int, float],
+        eager_ms: Mapping[int, float],
+        sequence: int = 0,
+        pair_ns: float = 0.0,
+    ) -> CostLines:
         """From measurements in any order, by tokens."""
         return cls(
             tuple((int(tokens), float(ms)) for tokens, ms in sorted(replay_ms.items())),
             tuple((int(tokens), float(ms)) for tokens, ms in sorted(eager_ms.items())),
+            sequence,
+            pair_ns,
         )
 
     @classmethod
@@ -191,6 +206,20 @@ class CostLines:
         """
         return float(self.eager_ns(tokens)) / NS_PER_MS
 
+    def waiting_ns(self, tokens: int) -> float:
+        """For how long the device waits for launches in an eager run, as far as that is known: what
+        the run costs above the least that so many tokens cost in any run. Nanoseconds, 0 or more.
+        """
+        sizes, ns = self._eager_curve
+        least = float(ns[-1] / sizes[-1])  # the cost of a token never grows
+        return max(0.0, float(self.eager_ns(tokens)) - least * tokens)
+
+    def longer_ns(self, patches: int, sequences: int) -> float:
+        """What the attention of an item takes beyond that of sequences as short as were timed."""
+        if not sequences:
+            return 0.0
+        return self.pair_ns * patches * max(0.0, patches / sequences - self.sequence)
+
     # -- where graphs win ----------------------------------------------------------------------
 
     def winning(self, budgets: Iterable[int], margin: float = MARGIN) -> list[int]:
@@ -215,11 +244,13 @@ class CostLines:
 
     # -- between processes ---------------------------------------------------------------------
 
-    def as_dict(self) -> dict[str, list[list[float]]]:
+    def as_dict(self) -> dict[str, Any]:
         """What was measured, ready for JSON; :meth:`from_dict` gives an equal object back."""
         return {
             "replay_ms": [list(point) for point in self.replay_ms],
             "eager_ms": [list(point) for point in self.eager_ms],
+            "sequence": self.sequence,
+            "pair_ns": self.pair_ns,
         }
 
     @classmethod
@@ -227,16 +258,18 @@ class CostLines:
         """From :meth:`as_dict`.
 
         Raises:
-            ValueError: A curve is missing, or is not pairs of a whole number and a time.
+            ValueError: A curve is missing, or is not pairs of a whole number and a time; the cost
+                of attention is no number.
         """
         try:
-            curves = [
+            replay_ms, eager_ms = (
                 tuple((_whole(tokens), float(ms)) for tokens, ms in values[name])
                 for name in ("replay_ms", "eager_ms")
-            ]
+            )
+            sequence, pair_ns = _whole(values.get("sequence", 0)), float(values.get("pair_ns", 0))
         except (KeyError, TypeError) as error:
             raise ValueError(f"not the cost lines of a tower: {error!r}") from error
-        return cls(*curves)
+        return cls(replay_ms, eager_ms, sequence, pair_ns)
 
 
 def _whole(number: Any) -> int:

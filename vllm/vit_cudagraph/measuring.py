@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from vllm.vit_cudagraph.captured import CapturedBudget
-from vllm.vit_cudagraph.costs import CostLines
+from vllm.vit_cudagraph.costs import NS_PER_MS, CostLines
 from vllm.vit_cudagraph.geometry import PIXELS, Grid, ViTGeometry
 from vllm.vit_cudagraph.graphs import GraphBackend
 
@@ -31,9 +31,10 @@ worth more than the timing is off by, or batches run slower than they would have
 
 ITEM = 256
 """Tokens of each image that is timed. Attention within an image costs the same in whichever step it
-runs, so it does not matter to a plan; timed with small images it stays out of the figures, which
-then tell what rows cost. One image of all tokens would make large steps look dearer than they are
-for the batches that are packed: several images of a few hundred tokens."""
+runs, so it stays out of the figures, which then tell what rows cost. One image of all tokens would
+make large steps look dearer than they are for the batches that are packed: several images of a few
+hundred tokens. What larger images take is measured once (:func:`further_attention`): it matters
+where an eager run waits for launches and has it for nothing."""
 
 PROBES_APART = 1.1
 """Ratio of two budgets between which the crossover is not looked for any closer."""
@@ -56,9 +57,11 @@ class Bench:
     dtype: torch.dtype
     most_items: int
 
-    def replay_ms(self, captured: CapturedBudget) -> float | None:
-        """One replay, its buffers filled by still images; None without a clock."""
-        grids = self._images(captured.capacity.budget)
+    def replay_ms(
+        self, captured: CapturedBudget, grids: Sequence[Grid] | None = None
+    ) -> float | None:
+        """One replay, its buffers filled by still images, or by these; None without a clock."""
+        grids = grids or self.images(captured.capacity.budget)
         with torch.inference_mode():
             metadata = self.model.vit_metadata_parts(grids, self.device)
             captured.load({**metadata, PIXELS: [self._pixels(grids)]})
@@ -66,7 +69,7 @@ class Bench:
 
     def eager_ms(self, tokens: int) -> float | None:
         """One eager run, metadata included; None without a clock."""
-        grids = self._images(tokens)
+        grids = self.images(tokens)
         pixels = self._pixels(grids)
 
         def run() -> None:
@@ -75,7 +78,8 @@ class Bench:
         with torch.inference_mode():
             return self.backend.milliseconds(run)
 
-    def _images(self, tokens: int) -> list[Grid]:
+    def images(self, tokens: int) -> list[Grid]:
+        """What is timed for so many tokens; see :func:`still_images`."""
         return still_images(self.model.vit_declared, tokens, self.most_items)
 
     def _pixels(self, grids: Sequence[Grid]) -> torch.Tensor:
@@ -120,15 +124,50 @@ def eager_sizes(smallest: int, largest: int, most: int) -> list[int]:
 
 
 def measure(bench: Bench, captured: Mapping[int, CapturedBudget], most: int) -> CostLines | None:
-    """Time each graph once, and some eager runs (:func:`eager_sizes`); None without a clock."""
+    """Time each graph, and some eager runs (:func:`eager_sizes`); None without a clock.
+
+    Eager runs that may wait for launches are timed twice, before the graphs and after them: a host
+    with other work may launch at half its speed for a second or two.
+    """
+    largest = max(captured)
     eager: dict[int, float] = {}
-    for tokens in eager_sizes(min(captured), max(captured), most):
-        ms = bench.eager_ms(tokens)
-        if ms is None:
+    sizes = eager_sizes(min(captured), largest, most)
+    replay: dict[int, float] = {}
+    for tokens in sizes:
+        if (ms := bench.eager_ms(tokens)) is None:
             return None
         eager[tokens] = (1 - EAGER_DISCOUNT) * ms
-    replay = {budget: bench.replay_ms(graph) for budget, graph in captured.items()}
-    return CostLines.of(never_falling({b: t for b, t in replay.items() if t is not None}), eager)
+    for budget, graph in captured.items():
+        if (ms := bench.replay_ms(graph)) is not None:
+            replay[budget] = ms
+    sequence, pair_ns = further_attention(bench, captured[largest], replay[largest])
+    for tokens in sizes:
+        if tokens <= largest and (ms := bench.eager_ms(tokens)) is not None:
+            eager[tokens] = min(eager[tokens], (1 - EAGER_DISCOUNT) * ms)
+    return CostLines.of(never_falling(replay), eager, sequence, pair_ns)
+
+
+def further_attention(bench: Bench, captured: CapturedBudget, small_ms: float) -> tuple[int, float]:
+    """Patches of the sequences of a timed image, and what a patch of one image that fills the graph
+    takes longer for each patch by which that one's sequence is longer, in nanoseconds.
+
+    Args:
+        bench: The clock.
+        captured: The largest graph.
+        small_ms: What its replay took with small images.
+
+    Returns:
+        ``(0, 0.0)`` where no image is larger than those, or is not captured.
+    """
+    declared, budget = bench.model.vit_declared, captured.capacity.budget
+    whole = full_image(declared, budget)
+    small, use = declared.usage(bench.images(budget)[0]), declared.usage(whole)
+    sequence = small.patches // max(1, small.sequences)
+    longer = use.patches * (use.patches // max(1, use.sequences) - sequence)
+    if longer <= 0 or not bench.model.vit_capturable(whole):
+        return 0, 0.0
+    ms = bench.replay_ms(captured, [whole])
+    return sequence, max(0.0, ((ms or 0.0) - small_ms) * NS_PER_MS / longer)
 
 
 def never_falling(ms: Mapping[int, float]) -> dict[int, float]:
