@@ -36,6 +36,9 @@ make large steps look dearer than they are for the batches that are packed: seve
 hundred tokens. What larger images take is measured once (:func:`further_attention`): it matters
 where an eager run waits for launches and has it for nothing."""
 
+LARGE = 4096
+"""Tokens of the largest image that is timed: attention over more would take seconds."""
+
 PROBES_APART = 1.1
 """Ratio of two budgets between which the crossover is not looked for any closer."""
 
@@ -148,26 +151,32 @@ def measure(bench: Bench, captured: Mapping[int, CapturedBudget], most: int) -> 
 
 
 def further_attention(bench: Bench, captured: CapturedBudget, small_ms: float) -> tuple[int, float]:
-    """Patches of the sequences of a timed image, and what a patch of one image that fills the graph
-    takes longer for each patch by which that one's sequence is longer, in nanoseconds.
+    """What longer sequences cost: a replay with small images against one with a large image.
 
     Args:
         bench: The clock.
-        captured: The largest graph.
-        small_ms: What its replay took with small images.
+        captured: A graph, the largest.
+        small_ms: What its replay took with :meth:`Bench.images`.
 
     Returns:
-        ``(0, 0.0)`` where no image is larger than those, or is not captured.
+        Patches of a small image's sequences, and the nanoseconds of each pair of patches, one
+        attending to the other, that the large image has more; ``(0, 0.0)`` where there is no larger
+        image, or it is not captured.
     """
     declared, budget = bench.model.vit_declared, captured.capacity.budget
-    whole = full_image(declared, budget)
-    small, use = declared.usage(bench.images(budget)[0]), declared.usage(whole)
-    sequence = small.patches // max(1, small.sequences)
-    longer = use.patches * (use.patches // max(1, use.sequences) - sequence)
-    if longer <= 0 or not bench.model.vit_capturable(whole):
+    large = full_image(declared, min(budget, LARGE))
+    small = bench.images(budget)
+    further = _pairs(declared, [large]) - _pairs(declared, small)
+    if further <= 0 or not bench.model.vit_capturable(large):
         return 0, 0.0
-    ms = bench.replay_ms(captured, [whole])
-    return sequence, max(0.0, ((ms or 0.0) - small_ms) * NS_PER_MS / longer)
+    use = declared.usage(small[0])
+    ms = bench.replay_ms(captured, [large]) or 0.0
+    return use.patches // use.sequences, max(0.0, (ms - small_ms) * NS_PER_MS / further)
+
+
+def _pairs(geometry: ViTGeometry, grids: Sequence[Grid]) -> int:
+    lengths = (length for grid in grids for length in geometry.sequence_lengths(grid))
+    return sum(length**2 for length in lengths)
 
 
 def never_falling(ms: Mapping[int, float]) -> dict[int, float]:
