@@ -568,23 +568,24 @@ def test_position_buffers_of_one_arena_do_not_touch_and_are_aligned() -> None:
 
 
 @given(
-    row=st.lists(st.integers(1, 9), max_size=2).map(tuple),
+    rows=st.lists(st.lists(st.integers(1, 9), max_size=2).map(tuple), min_size=1, max_size=2),
     dtype=st.sampled_from([torch.uint8, torch.bfloat16, torch.float64]),
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=4),
     data=st.data(),
 )
-@examples(30)
+@examples(40)
 def test_an_arena_of_any_rows_is_aligned_and_holds_what_it_is_given(
-    row: tuple[int, ...], dtype: torch.dtype, lengths: list[int], data: st.DataObject
+    rows: list[tuple[int, ...]], dtype: torch.dtype, lengths: list[int], data: st.DataObject
 ) -> None:
-    shapes = {str(i): ((length, *row), dtype) for i, length in enumerate(lengths)}
+    """Rows of one shape, and of two in turn."""
+    shapes = {str(i): ((n, *rows[i % len(rows)]), dtype) for i, n in enumerate(lengths)}
     flat = FlatArena(shapes, CPU)
     for _ in range(2):  # what the first leaves, the second covers
         given = {}
-        for name, ((length, *_), _) in shapes.items():
+        for name, ((length, *row), _) in shapes.items():
             ends = sorted(data.draw(st.lists(st.integers(0, length), min_size=1, max_size=4)))
-            rows = torch.randint(1, 200, (ends[-1], *row)).to(dtype)
-            given[name] = rows.tensor_split(ends[:-1])
+            exact = torch.randint(1, 200, (ends[-1], *row)).to(dtype)
+            given[name] = exact.tensor_split(ends[:-1])
         flat.load(given)
         for name, view in flat.buffers.items():
             assert view.storage_offset() * dtype.itemsize % 256 == 0
@@ -593,6 +594,6 @@ def test_an_arena_of_any_rows_is_aligned_and_holds_what_it_is_given(
             assert torch.equal(view[: len(exact)], exact) and not view[len(exact) :].any()
 
 
-def test_buffers_whose_rows_differ_do_not_share_an_arena() -> None:
+def test_buffers_of_two_dtypes_do_not_share_an_arena() -> None:
     with pytest.raises(ValueError):
-        FlatArena({"a": ((4, 3), torch.float32), "b": ((4, 2), torch.float32)}, CPU)
+        FlatArena({"a": ((4, 3), torch.float32), "b": ((4, 3), torch.float64)}, CPU)

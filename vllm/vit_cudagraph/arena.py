@@ -96,10 +96,13 @@ class _Staging:
 
 
 class FlatArena:
-    """Row buffers on a device, one behind the other, whose rows have one dtype and shape.
+    """Row buffers of one dtype on a device, one behind the other.
+
+    Where rows of all of them have one shape, pieces are written as they are; else each is flattened
+    first, a microsecond or two of the host's time for each.
 
     Args:
-        shapes: Shape and dtype of each buffer; they differ in their first dimension alone.
+        shapes: Shape and dtype of each buffer; the dtype is the same for all.
         device: Where the buffers lie.
 
     Attributes:
@@ -107,15 +110,19 @@ class FlatArena:
     """
 
     def __init__(self, shapes: Shapes, device: torch.device) -> None:
-        ((row, dtype),) = {(shape[1:], dtype) for shape, dtype in shapes.values()}
+        (dtype,) = {dtype for _, dtype in shapes.values()}
+        kinds = {shape[1:] for shape, _ in shapes.values()}
+        self._alike = len(kinds) == 1
+        row = kinds.pop() if self._alike else ()
         # The fewest rows that end where the next buffer may begin.
         step = _ALIGNMENT // gcd(_ALIGNMENT, prod(row) * dtype.itemsize)
-        self._sizes = {name: round_up(shape[0], step) for name, (shape, _) in shapes.items()}
+        used = {name: prod(shape) // prod(row) for name, (shape, _) in shapes.items()}
+        self._sizes = {name: round_up(count, step) for name, count in used.items()}
         self._flat = torch.zeros((sum(self._sizes.values()), *row), dtype=dtype, device=device)
         self._zeros = torch.zeros((max(self._sizes.values()), *row), dtype=dtype, device=device)
         areas = self._flat.split(list(self._sizes.values()))
         self.buffers = {
-            name: area[: shape[0]]
+            name: area[: used[name]].view(shape)
             for area, (name, (shape, _)) in zip(areas, shapes.items(), strict=True)
         }
 
@@ -129,6 +136,8 @@ class FlatArena:
         parts: list[torch.Tensor] = []
         for name, size in self._sizes.items():
             pieces = rows[name]
+            if not self._alike:
+                pieces = [piece.reshape(-1) for piece in pieces]
             used = sum(piece.shape[0] for piece in pieces)
             parts += pieces
             if used < size:

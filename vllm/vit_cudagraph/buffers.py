@@ -55,7 +55,7 @@ class Buffers:
         pixels: The rows whose first ``capacity.patches`` are the pixel buffer.
         pads: How the tail of each metadata buffer is filled.
         host: Holds the integer buffers, or None.
-        flat: Hold the position buffers, one a dtype and shape of rows.
+        flat: Hold the position buffers, one a dtype.
     """
 
     named: dict[str, torch.Tensor]
@@ -87,7 +87,7 @@ def allocate(
     rows = {name: row for name, row in geometry.rows.items() if probe[name] is not None}
     named: dict[str, torch.Tensor] = {PIXELS: pixels.rows[: capacity.patches]}
     host: dict[str, _Shape] = {}
-    flat: dict[_Shape, dict[str, _Shape]] = {}
+    flat: dict[torch.dtype, dict[str, _Shape]] = {}
     for name, row in rows.items():
         exact = probe[name]
         assert exact is not None
@@ -100,7 +100,7 @@ def allocate(
         if row.value in _HOST_MADE:
             host[name] = shape, exact.dtype
         elif row.value == "position" and row.pad == "zero":
-            flat.setdefault((shape[1:], exact.dtype), {})[name] = shape, exact.dtype
+            flat.setdefault(exact.dtype, {})[name] = shape, exact.dtype
         else:
             named[name] = torch.zeros(shape, dtype=exact.dtype, device=device)
     arena = HostArena(host, device) if host else None
