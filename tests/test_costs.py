@@ -211,6 +211,7 @@ def test_json_gives_an_equal_object_back(costs: CostLines) -> None:
         {"replay_ms": None, "eager_ms": [[64, 1.0]]},
         {"replay_ms": [[64, 1.0]], "eager_ms": []},
         {"replay_ms": [], "eager_ms": [[64, 1.0]], "sequence": None},
+        {"replay_ms": [], "eager_ms": [[64, 1.0]], "sequence": float("inf")},
         {"replay_ms": [], "eager_ms": [[64, 1.0]], "pair_ns": [1.0]},
     ],
 )

@@ -218,7 +218,7 @@ def test_what_eager_does_cheaper_says_so() -> None:
 
 
 #: Two graphs, and eager runs that wait for launches until 20 ms: at 0.04 ms a token, 500 tokens.
-WAITING = {64: 3.0, 256: 17.0}, {64: 20.0, 500: 20.0, 1000: 40.0}
+WAITING = {64: 2.0, 256: 17.0}, {64: 20.0, 500: 20.0, 1000: 40.0}
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,9 @@ WAITING = {64: 3.0, 256: 17.0}, {64: 20.0, 500: 20.0, 1000: 40.0}
         (256, 2.0, [(1, 32, 32)], True),  # 1024 x 768 pairs: 1.6 ms, so 18.6 of 20
         (256, 4.0, [(1, 32, 32)], False),  # 3.1 ms
         (256, 4.0, [(4, 16, 16)], True),  # each frame a sequence
-        (256, 0.1, [(1, 32, 32), (1, 30, 30)], False),  # replays of 20 ms, and 0.1 hidden
+        (256, 0.0, [(1, 32, 32), (1, 14, 18)], True),  # 19 ms of 20
+        (256, 2.0, [(1, 32, 32), (1, 14, 18)], False),  # and 1.6
+        (64, 999.0, [(1, 16, 16)], True),  # an eager run waits 17.4 ms: a replay of 2 loses no more
     ],
 )
 def test_attention_that_an_eager_run_hides_counts_against_replays(
@@ -243,6 +245,50 @@ def test_attention_that_an_eager_run_hides_counts_against_replays(
         (step,) = plan.steps
         assert step.items == tuple(range(len(batch))) and plan.cost_ms == plan.eager_ms
         assert dict(step.reasons)[CHEAPER_EAGERLY] > 0
+
+
+@pytest.mark.fuzz
+@given(
+    batch=st.lists(grids, min_size=1, max_size=6),
+    replays=st.floats(0.5, 3.0),
+    waits=st.floats(1.0, 30.0),
+    sequence=st.integers(0, 600),
+    pair_ns=st.floats(0, 100),
+)
+@examples(150)
+def test_attention_makes_no_plan_dearer_than_eager_or_than_it_was(
+    batch: list[Grid], replays: float, waits: float, sequence: int, pair_ns: float
+) -> None:
+    """By a model of its own: a run takes as long as the host or the device, whichever is longer."""
+    declared = geometry(side=None)
+    graphs = [declared.capacity(budget, Limits(items=9)) for budget in (64, 128, 256)]
+    uses = [declared.usage(grid) for grid in batch]
+    replay_ms = {graph.budget: replays * graph.budget / 64 for graph in graphs}
+    eager_ms = {tokens: max(waits, 0.04 * tokens) for tokens in (64, 256, 1000, 4000)}
+
+    def planned(*attention: float) -> Plan:
+        costs = CostLines.of(replay_ms, eager_ms, *attention)  # type: ignore[arg-type]
+        return planner(graphs, declared, costs).plan(batch)
+
+    curve = CostLines.of(replay_ms, eager_ms)
+
+    def takes(steps: Sequence[Step]) -> float:
+        total = 0.0
+        for step in steps:
+            longer = sum(
+                pair_ns * use.patches * max(0, use.patches / use.sequences - sequence) / 1e6
+                for use in (uses[i] for i in step.items)
+            )
+            tokens = sum(uses[i].tokens for i in step.items)
+            waiting = curve.eager(tokens) - 0.04 * tokens
+            eager = curve.eager(tokens) + max(0.0, longer - max(0.0, waiting))
+            total += eager if step.budget is None else replay_ms[step.budget] + longer
+        return total
+
+    plan, nothing_known = planned(sequence, pair_ns), planned()
+    everything = Step(tuple(range(len(batch))), None)
+    least = min(takes([everything]), takes(nothing_known.steps))
+    assert takes(plan.steps) == pytest.approx(least, abs=1e-4)
 
 
 def test_without_graphs_all_is_eager() -> None:

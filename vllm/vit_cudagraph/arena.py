@@ -21,7 +21,10 @@ import torch
 
 from vllm.utils.math_utils import round_up
 
-Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+RowSpec = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype of a buffer."""
+
+Shapes = Mapping[str, RowSpec]
 HostRows = npt.NDArray[np.signedinteger]
 
 _ALIGNMENT = 256
@@ -116,7 +119,9 @@ class FlatArena:
         row = kinds.pop() if self._alike else ()
         # The fewest rows that end where the next buffer may begin.
         step = _ALIGNMENT // gcd(_ALIGNMENT, prod(row) * dtype.itemsize)
-        used = {name: prod(shape) // prod(row) for name, (shape, _) in shapes.items()}
+        used = {
+            name: shape[0] if self._alike else prod(shape) for name, (shape, _) in shapes.items()
+        }
         self._sizes = {name: round_up(count, step) for name, count in used.items()}
         self._flat = torch.zeros((sum(self._sizes.values()), *row), dtype=dtype, device=device)
         self._zeros = torch.zeros((max(self._sizes.values()), *row), dtype=dtype, device=device)

@@ -9,11 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vllm.vit_cudagraph.arena import FlatArena, HostArena
+from vllm.vit_cudagraph.arena import FlatArena, HostArena, RowSpec
 from vllm.vit_cudagraph.geometry import PIXELS, Capacity, Rows
 from vllm.vit_cudagraph.metadata import MetadataBuilder, joined, pad_of
-
-_Shape = tuple[tuple[int, ...], torch.dtype]
 
 _HOST_MADE = ("offsets", "lengths", "order", "inverse", "merge")
 
@@ -86,8 +84,8 @@ def allocate(
     geometry, device = builder.geometry, pixels.rows.device
     rows = {name: row for name, row in geometry.rows.items() if probe[name] is not None}
     named: dict[str, torch.Tensor] = {PIXELS: pixels.rows[: capacity.patches]}
-    host: dict[str, _Shape] = {}
-    flat: dict[torch.dtype, dict[str, _Shape]] = {}
+    host: dict[str, RowSpec] = {}
+    flat: dict[torch.dtype, dict[str, RowSpec]] = {}
     for name, row in rows.items():
         exact = probe[name]
         assert exact is not None

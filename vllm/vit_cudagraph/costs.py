@@ -208,17 +208,19 @@ class CostLines:
 
     def waiting_ns(self, tokens: int) -> float:
         """For how long the device waits for launches in an eager run, as far as that is known: what
-        the run costs above the least that so many tokens cost in any run. Nanoseconds, 0 or more.
+        the run costs above the least that so many tokens cost in any run. Whole nanoseconds, 0 or
+        more.
         """
         sizes, ns = self._eager_curve
         least = float(ns[-1] / sizes[-1])  # the cost of a token never grows
-        return max(0.0, float(self.eager_ns(tokens)) - least * tokens)
+        return max(0.0, float(self.eager_ns(tokens)) - math.ceil(least * tokens))
 
     def longer_ns(self, patches: int, sequences: int) -> float:
-        """What the attention of an item takes beyond that of sequences as short as were timed."""
+        """What the attention of an item of equal sequences takes beyond that of sequences as short
+        as were timed, in whole nanoseconds."""
         if not sequences:
             return 0.0
-        return self.pair_ns * patches * max(0.0, patches / sequences - self.sequence)
+        return float(round(self.pair_ns * patches * max(0.0, patches / sequences - self.sequence)))
 
     # -- where graphs win ----------------------------------------------------------------------
 
@@ -267,7 +269,7 @@ class CostLines:
                 for name in ("replay_ms", "eager_ms")
             )
             sequence, pair_ns = _whole(values.get("sequence", 0)), float(values.get("pair_ns", 0))
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, OverflowError) as error:
             raise ValueError(f"not the cost lines of a tower: {error!r}") from error
         return cls(replay_ms, eager_ms, sequence, pair_ns)
 

@@ -16,10 +16,14 @@ from typing import Any
 
 import torch
 
+from vllm.logger import init_logger
 from vllm.vit_cudagraph.captured import CapturedBudget
 from vllm.vit_cudagraph.costs import NS_PER_MS, CostLines
+from vllm.vit_cudagraph.failures import brief, poisons_the_process
 from vllm.vit_cudagraph.geometry import PIXELS, Grid, ViTGeometry
 from vllm.vit_cudagraph.graphs import GraphBackend
+
+logger = init_logger(__name__)
 
 AUTOMATIC_MARGIN = 0.05
 """By how much a full replay must beat eager for its budget to be captured unasked: batches fill a
@@ -37,7 +41,7 @@ hundred tokens. What larger images take is measured once (:func:`further_attenti
 where an eager run waits for launches and has it for nothing."""
 
 LARGE = 4096
-"""Tokens of the largest image that is timed: attention over more would take seconds."""
+"""Tokens of the largest image that tells what attention costs: over more it takes seconds."""
 
 PROBES_APART = 1.1
 """Ratio of two budgets between which the crossover is not looked for any closer."""
@@ -67,7 +71,9 @@ class Bench:
         grids = grids or self.images(captured.capacity.budget)
         with torch.inference_mode():
             metadata = self.model.vit_metadata_parts(grids, self.device)
-            captured.load({**metadata, PIXELS: [self._pixels(grids)]})
+            values = {**metadata, PIXELS: [self._pixels(grids)]}
+            captured.check(values)
+            captured.load(values)
             return self.backend.milliseconds(captured.graph.replay)
 
     def eager_ms(self, tokens: int) -> float | None:
@@ -141,12 +147,19 @@ def measure(bench: Bench, captured: Mapping[int, CapturedBudget], most: int) -> 
             return None
         eager[tokens] = (1 - EAGER_DISCOUNT) * ms
     for budget, graph in captured.items():
-        if (ms := bench.replay_ms(graph)) is not None:
-            replay[budget] = ms
-    sequence, pair_ns = further_attention(bench, captured[largest], replay[largest])
+        if (ms := bench.replay_ms(graph)) is None:
+            return None
+        replay[budget] = ms
     for tokens in sizes:
         if tokens <= largest and (ms := bench.eager_ms(tokens)) is not None:
             eager[tokens] = min(eager[tokens], (1 - EAGER_DISCOUNT) * ms)
+    sequence, pair_ns = 0, 0.0
+    try:
+        sequence, pair_ns = further_attention(bench, captured[largest], replay[largest])
+    except Exception as error:  # an image that large may find no memory; the rest is known
+        if poisons_the_process(error):
+            raise
+        logger.warning("What attention over large images costs is not timed: %s", brief(error))
     return CostLines.of(never_falling(replay), eager, sequence, pair_ns)
 
 
@@ -160,18 +173,21 @@ def further_attention(bench: Bench, captured: CapturedBudget, small_ms: float) -
 
     Returns:
         Patches of a small image's sequences, and the nanoseconds of each pair of patches, one
-        attending to the other, that the large image has more; ``(0, 0.0)`` where there is no larger
-        image, or it is not captured.
+        attending to the other, that the large image has more; ``(0, 0.0)`` where it is not much
+        larger, or not captured.
     """
     declared, budget = bench.model.vit_declared, captured.capacity.budget
-    large = full_image(declared, min(budget, LARGE))
-    small = bench.images(budget)
-    further = _pairs(declared, [large]) - _pairs(declared, small)
-    if further <= 0 or not bench.model.vit_capturable(large):
+    large, small = [full_image(declared, min(budget, LARGE))], bench.images(budget)
+    left = budget - declared.output_tokens(large[0])
+    if left and bench.most_items > 1:  # as many rows as before, and as much work in windows
+        large += still_images(declared, left, bench.most_items - 1)
+    further = _pairs(declared, large) - _pairs(declared, small)
+    long, short = (max(declared.sequence_lengths(grids[0])) for grids in (large, small))
+    if long < 2 * short or further <= 0 or not bench.model.vit_capturable(large[0]):
         return 0, 0.0
-    use = declared.usage(small[0])
-    ms = bench.replay_ms(captured, [large]) or 0.0
-    return use.patches // use.sequences, max(0.0, (ms - small_ms) * NS_PER_MS / further)
+    ms = bench.replay_ms(captured, large)
+    assert ms is not None
+    return short, max(0.0, (ms - small_ms) * NS_PER_MS / further)
 
 
 def _pairs(geometry: ViTGeometry, grids: Sequence[Grid]) -> int:

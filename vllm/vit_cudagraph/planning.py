@@ -107,8 +107,8 @@ class Planner:
             for use, may in zip(usages, able, strict=True)
         ]
         packing = self._packer.pack(shown)
-        hidden_ms = self._hidden_ms(packing, usages)
-        if hidden_ms and packing.cost_ms + hidden_ms >= packing.eager_ms:
+        lost_ms = self._lost_ms(packing, usages)
+        if lost_ms > 0 and packing.cost_ms + lost_ms >= packing.eager_ms:
             everything = (tuple(range(len(grids))), None)
             packing = Packing((everything,), packing.eager_ms, packing.eager_ms)
         steps = []
@@ -119,20 +119,23 @@ class Planner:
             steps.append(Step(items, budget, tuple(reasons.items())))
         return Plan(tuple(steps), packing.cost_ms, packing.eager_ms)
 
-    def _hidden_ms(self, packing: Packing, usages: Sequence[Usage]) -> float:
-        """What replays lose to one eager run over all items, where sequences are longer than those
-        that were timed: an eager run that waits for launches has that attention for nothing, as
-        long as the device is done before the launches are."""
-        costs = self._costs
-        longer_ns = sum(
-            costs.longer_ns(usages[i].patches, usages[i].sequences)
-            for items, budget in packing.steps
-            if budget is not None
-            for i in items
-        )
-        if not longer_ns:
+    def _lost_ms(self, packing: Packing, usages: Sequence[Usage]) -> float:
+        """What a packing loses to one eager run over all items, where sequences are longer than
+        those that were timed: an eager run that waits for launches has that attention for nothing,
+        until the device has as much to do as the host. Below 0 where it wins instead."""
+        longer_ns = [self._costs.longer_ns(use.patches, use.sequences) for use in usages]
+        if not any(longer_ns):
             return 0.0
-        return min(longer_ns, costs.waiting_ns(sum(use.tokens for use in usages))) / NS_PER_MS
+        whole_ns = lost_ns = 0.0
+        for items, budget in packing.steps:
+            step_ns = sum(longer_ns[i] for i in items)
+            whole_ns += step_ns
+            lost_ns += step_ns if budget is not None else self._unhidden_ns(step_ns, items, usages)
+        return (lost_ns - self._unhidden_ns(whole_ns, range(len(usages)), usages)) / NS_PER_MS
+
+    def _unhidden_ns(self, ns: float, items: Sequence[int], usages: Sequence[Usage]) -> float:
+        """What is left of some attention that an eager run over items hides where it waits."""
+        return max(0.0, ns - self._costs.waiting_ns(sum(usages[i].tokens for i in items)))
 
     def _reason(self, use: Usage, able: bool) -> str:
         if not self._capacities:
