@@ -139,20 +139,20 @@ def measure(bench: Bench, captured: Mapping[int, CapturedBudget], most: int) -> 
     with other work may launch at half its speed for a second or two.
     """
     largest = max(captured)
-    eager: dict[int, float] = {}
     sizes = eager_sizes(min(captured), largest, most)
+    eager: dict[int, float] = {}
     replay: dict[int, float] = {}
     for tokens in sizes:
         if (ms := bench.eager_ms(tokens)) is None:
             return None
-        eager[tokens] = (1 - EAGER_DISCOUNT) * ms
+        eager[tokens] = ms
     for budget, graph in captured.items():
         if (ms := bench.replay_ms(graph)) is None:
             return None
         replay[budget] = ms
     for tokens in sizes:
         if tokens <= largest and (ms := bench.eager_ms(tokens)) is not None:
-            eager[tokens] = min(eager[tokens], (1 - EAGER_DISCOUNT) * ms)
+            eager[tokens] = min(eager[tokens], ms)
     sequence, pair_ns = 0, 0.0
     try:
         sequence, pair_ns = further_attention(bench, captured[largest], replay[largest])
@@ -160,7 +160,8 @@ def measure(bench: Bench, captured: Mapping[int, CapturedBudget], most: int) -> 
         if poisons_the_process(error):
             raise
         logger.warning("What attention over large images costs is not timed: %s", brief(error))
-    return CostLines.of(never_falling(replay), eager, sequence, pair_ns)
+    discounted = {tokens: (1 - EAGER_DISCOUNT) * ms for tokens, ms in eager.items()}
+    return CostLines.of(never_falling(replay), discounted, sequence, pair_ns)
 
 
 def further_attention(bench: Bench, captured: CapturedBudget, small_ms: float) -> tuple[int, float]:
