@@ -33,8 +33,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,8 @@ class Timed:
         tokens: Output tokens, all items.
         ms: Median milliseconds of each way.
         low, high: Of each way, the quartiles.
-        host_ms: Of `ours`: wall clock less the replays' own time; None where a part ran eagerly.
+        host_ms: Of `ours` and `same`: wall clock of a run less what its own replays took; empty
+            where a part ran eagerly.
         steps: Of `ours`: token budgets in order, None for an eager run.
         error: Largest relative error of an item against `eager`, of each way.
     """
@@ -64,7 +65,7 @@ class Timed:
     ms: dict[str, float] = field(default_factory=dict)
     low: dict[str, float] = field(default_factory=dict)
     high: dict[str, float] = field(default_factory=dict)
-    host_ms: float | None = None
+    host_ms: dict[str, float] = field(default_factory=dict)
     steps: list[int | None] = field(default_factory=list)
     error: dict[str, float] = field(default_factory=dict)
 
@@ -194,7 +195,10 @@ class Bench:
             expected = [row.clone() for row in ways["eager"]()]
             timed.error = errors(ways, expected)
             samples = self._in_turns(ways, repeats)
-            self._of_ours(timed, mm_kwargs, statistics.median(samples["ours"]))
+            inputs = self.ours.vit_checked_inputs(mm_kwargs)
+            timed.steps = [step.budget for step in self.manager._plan(inputs).steps]
+            if None not in timed.steps:
+                timed.host_ms = {name: self._host_ms(name, ways) for name in ("ours", "same")}
         for name, of in samples.items():
             timed.ms[name] = statistics.median(of)
             quartiles = statistics.quantiles(of, n=4) if len(of) > 1 else [of[0]] * 3
@@ -255,26 +259,47 @@ class Bench:
                     samples[name].append((time.perf_counter() - start) * 1e3)
         return samples
 
-    def _of_ours(self, timed: Timed, mm_kwargs: dict[str, Any], wall_ms: float) -> None:
-        inputs = self.ours.vit_checked_inputs(mm_kwargs)
-        timed.steps = [step.budget for step in self.manager._plan(inputs).steps]
-        if self.device.type != "cuda" or None in timed.steps:
-            return
-        device = 0.0
-        for budget in timed.steps:
-            graph = self.manager.captured[budget].graph
-            device += statistics.median(self._replay_ms(graph) for _ in range(9))
-        timed.host_ms = wall_ms - device
+    def _host_ms(self, name: str, ways: dict[str, Callable[[], Any]]) -> float:
+        samples = []
+        for _ in range(9):
+            self._prepare(name, ways)
+            self._wait_for_all()
+            with self._replays_timed() as watches:
+                start = time.perf_counter()
+                ways[name]()
+                self._wait()
+                wall_ms = (time.perf_counter() - start) * 1e3
+            samples.append(wall_ms - sum(watch.milliseconds() for watch in watches))
+        return statistics.median(samples)
 
-    def _replay_ms(self, graph: Any) -> float:
-        torch = self.torch
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self._wait()
-        begin.record()
-        graph.replay()
-        end.record()
-        self._wait()
-        return float(begin.elapsed_time(end))
+    @contextmanager
+    def _replays_timed(self) -> Iterator[list[Any]]:
+        """The watches of all replays while open."""
+        watches: list[Any] = []
+        graphs = {budget: captured.graph for budget, captured in self.manager.captured.items()}
+        for budget, captured in self.manager.captured.items():
+            captured.graph = WatchedGraph(graphs[budget], self.manager.backend, watches)
+        try:
+            yield watches
+        finally:
+            for budget, captured in self.manager.captured.items():
+                captured.graph = graphs[budget]
+
+
+@dataclass
+class WatchedGraph:
+    """A graph whose replays leave their watches behind."""
+
+    graph: Any
+    backend: Any
+    watches: list[Any]
+
+    def replay(self) -> None:
+        watch = self.backend.stopwatch()
+        watch.start()
+        self.graph.replay()
+        watch.stop()
+        self.watches.append(watch)
 
 
 def errors(ways: dict[str, Callable[[], Any]], expected: Sequence[Any]) -> dict[str, float]:

@@ -45,14 +45,14 @@ def print_report(figures: dict[str, Any]) -> None:
             f"second {of['second_s']:.1f} s, {of['mib']:.0f} MiB"
         )
     columns = " ".join(f"{name:>8}" for name in names)
-    print(f"{'items':>5} {'tokens':>6} {columns} {'slower':>7} {'spread':>7} {'host':>6}  steps")
+    print(f"{'items':>5} {'tokens':>6} {columns} {'slower':>7} {'spread':>7} {'host':>9}  steps")
     for row in figures["rows"]:
         times = " ".join(f"{row['ms'][name]:8.2f}" for name in names)
-        host = "-" if row["host_ms"] is None else f"{row['host_ms']:.2f}"
+        host = "/".join(f"{ms:.2f}" for ms in row["host_ms"].values()) or "-"
         steps = " ".join("eager" if step is None else str(step) for step in row["steps"])
         print(
             f"{len(row['grids']):>5} {row['tokens']:>6} {times} {against_eager(row):>7.1%} "
-            f"{spread(row):>7.1%} {host:>6}  {steps}"
+            f"{spread(row):>7.1%} {host:>9}  {steps}"
         )
     total = totals(figures)
     print(f"{'total':>12} " + " ".join(f"{total[name]:8.1f}" for name in names))

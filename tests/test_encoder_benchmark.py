@@ -41,6 +41,8 @@ def test_a_trace_from_a_file_on_the_twin(tmp_path: Path) -> None:
     for row in figures["rows"]:
         assert set(row["ms"]) == {"eager", "again", "tower", "ours", "same"}
         assert max(row["error"].values()) < 1e-4 and min(row["ms"].values()) > 0
+        assert set(row["host_ms"]) == {"ours", "same"}
+        assert all(0 < ms < 1000 for ms in row["host_ms"].values())
     assert [row["steps"] for row in figures["rows"]] == [[64], [64]]
     assert "total of ours / eager" in ran.stdout
 

@@ -12,7 +12,7 @@ microseconds of the host's time, so buffers that are refreshed alike lie side by
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import gcd, prod
 
 import numpy as np
@@ -143,11 +143,22 @@ class FlatArena:
             pieces = rows[name]
             if not self._alike:
                 pieces = [piece.reshape(-1) for piece in pieces]
-            used = sum(piece.shape[0] for piece in pieces)
+            used = count_rows(pieces)
             parts += pieces
             if used < size:
                 parts.append(self._zeros[: size - used])
         torch.cat(parts, out=self._flat)
+
+
+def count_rows(pieces: Iterable[torch.Tensor]) -> int:
+    """Of all pieces. One that follows itself, as those of like items do, is asked once: that is
+    the slow part, and this runs a few times a replay."""
+    last, length, rows = None, 0, 0
+    for piece in pieces:
+        if piece is not last:
+            last, length = piece, piece.size(0)
+        rows += length
+    return rows
 
 
 def fill_host(staged: HostRows, exact: HostRows, pad: str) -> None:

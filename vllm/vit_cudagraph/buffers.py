@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vllm.vit_cudagraph.arena import FlatArena, HostArena, RowSpec
+from vllm.vit_cudagraph.arena import FlatArena, HostArena, RowSpec, count_rows
 from vllm.vit_cudagraph.geometry import PIXELS, Capacity, Rows
 from vllm.vit_cudagraph.metadata import MetadataBuilder, joined, pad_of
 
@@ -32,7 +32,7 @@ class SharedRows:
     def load(self, pieces: list[torch.Tensor] | tuple[torch.Tensor, ...], capacity: int) -> None:
         """Write ``pieces`` from the front, and 0 behind them as far as a graph of ``capacity`` rows
         reads. Only rows that are not 0 already are written."""
-        used, dirty = sum(piece.shape[0] for piece in pieces), self.dirty
+        used, dirty = count_rows(pieces), self.dirty
         self.dirty = max(used, dirty)  # holds if a copy fails half way
         if len(pieces) == 1 or pieces[0].device != self.rows.device:
             self.rows[:used].copy_(joined(pieces), non_blocking=True)

@@ -40,6 +40,9 @@ _PAD_OF_VALUE: dict[Value, Pad] = {
     "longest": "bound",
 }
 
+_MOST_PASSED = 4096
+"""Grids that a geometry remembers to have passed; a process sees far fewer kinds at a time."""
+
 _CHOICES = {
     "temporal_merge": ("none", "halve", "pool"),
     "sequences": ("frame", "item"),
@@ -324,6 +327,21 @@ class ViTGeometry:
             raise NotCapturable(
                 MALFORMED, f"{tuple(grid)} is not a multiple of merge size {self.merge_size}"
             )
+
+    def checked_patches(self, grid: Grid) -> int:
+        """:meth:`patches` of a grid that :meth:`check_grid` lets pass. A grid that did is looked
+        up: this runs for each item of each batch."""
+        patches = self._passed.get(grid)
+        if patches is None:
+            self.check_grid(grid)
+            if len(self._passed) >= _MOST_PASSED:
+                self._passed.clear()
+            patches = self._passed[grid] = self.patches(grid)
+        return patches
+
+    @cached_property
+    def _passed(self) -> dict[Grid, int]:
+        return {}
 
     def patches(self, grid: Grid) -> int:
         """``t * h * w``: pixel rows of the item."""

@@ -237,7 +237,9 @@ class MetadataBuilder:
         if any(row.value not in ("position", "learned") for row in self.geometry.rows.values()):
             key = (self.layout, tuple(grids))
             parts.update(self._of_batches.get(key, self._make_integers))
-        positions = [self.cache.get(grid, self._make_positions) for grid in grids]
+        kinds = dict.fromkeys(grids)
+        of_kind = {grid: self.cache.get(grid, self._make_positions) for grid in kinds}
+        positions = [of_kind[grid] for grid in grids]
         learned = self._learned(grids)
         for name, row in self.geometry.rows.items():
             if row.value == "position":

@@ -274,9 +274,7 @@ class WindowedViTCudaGraphMixin:
         inputs = self.vit_inputs(mm_kwargs)
         if not isinstance(inputs.pixels, torch.Tensor):
             raise NotCapturable(MALFORMED, f"{inputs.keys[0]} is not one tensor")
-        for grid in inputs.grids:
-            self.vit_declared.check_grid(grid)
-        expected = sum(self.vit_declared.patches(grid) for grid in inputs.grids)
+        expected = sum(map(self.vit_declared.checked_patches, inputs.grids))
         if len(inputs.pixels) != expected:
             raise NotCapturable(
                 MALFORMED,
