@@ -46,7 +46,7 @@ class LeavesCosts(EncoderGraphManager):
     def _known_costs(self) -> Any:
         tells = {1: 1e6} if get_tp_group().rank_in_group == 0 else {1: 1e-3}
         of = mock.patch(
-            "vllm.vit_cudagraph.manager.CostLines.modelled",
+            "vllm.vit_cudagraph.capturing.CostLines.modelled",
             lambda budgets: managers.CostLines.of(dict.fromkeys(budgets, 1.0), tells),
         )
         with of:

@@ -48,7 +48,7 @@ class Ranks:
 
     @contextmanager
     def as_the_group(self) -> Iterator[None]:
-        here = "vllm.vit_cudagraph.manager.get_tensor_model_parallel_world_size"
+        here = "vllm.vit_cudagraph.capturing.get_tensor_model_parallel_world_size"
         with (
             mock.patch(f"{UPSTREAM}.get_tensor_model_parallel_rank", lambda: self.rank.number),
             mock.patch(f"{UPSTREAM}.get_tensor_model_parallel_world_size", lambda: self.size),

@@ -493,7 +493,7 @@ def test_a_graph_that_cannot_be_captured_is_left_out(vllm_log: list[Any]) -> Non
 
 
 def test_under_tensor_parallel_weights_a_failure_is_fatal(manager: EncoderGraphManager) -> None:
-    module = "vllm.vit_cudagraph.manager.get_tensor_model_parallel_world_size"
+    module = "vllm.vit_cudagraph.capturing.get_tensor_model_parallel_world_size"
     with (
         mock.patch(module, return_value=2),
         mock.patch.object(

@@ -14,8 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm.vit_cudagraph import manager as manager_module
-from vllm.vit_cudagraph import measuring
+from vllm.vit_cudagraph import capturing, measuring
 from vllm.vit_cudagraph.captured import CapturedBudget
 from vllm.vit_cudagraph.costs import CostLines
 from vllm.vit_cudagraph.geometry import ViTGeometry, offset_rows
@@ -211,7 +210,7 @@ def test_a_tower_that_cannot_be_captured_says_so(served: Any, vllm_log: list[Any
 def test_under_tensor_parallel_weights_nothing_is_timed(served: Any) -> None:
     """A replay within vLLM's ``graph_capture`` would read the peers' buffers before they are known;
     and ranks must plan alike."""
-    several = mock.patch.object(manager_module, "get_tensor_model_parallel_world_size", lambda: 2)
+    several = mock.patch.object(capturing, "get_tensor_model_parallel_world_size", lambda: 2)
     with clock(100) as timed, several:
         manager = new_manager(served)
     assert not timed

@@ -262,7 +262,7 @@ def warnings_of_ours() -> Iterator[list[str]]:
             _, off, reason = record.getMessage().partition(OFF)
             said.extend([reason] if off else [])
 
-    handler, logger = Keep(), logging.getLogger("vllm.vit_cudagraph.manager")
+    handler, logger = Keep(), logging.getLogger("vllm.vit_cudagraph.capturing")
     logger.addHandler(handler)
     try:
         yield said
