@@ -26,15 +26,14 @@ from vllm.vit_cudagraph.geometry import (
     window_rows,
 )
 from vllm.vit_cudagraph.testing import strategies
+from vllm.vit_cudagraph.testing.edges import edges, named_edges
 from vllm.vit_cudagraph.testing.strategies import (
     Batch,
     GraphSettings,
     batches,
-    edges,
     graph_settings,
     grids,
     images,
-    named_edges,
     processed_grids,
     same_totals,
     videos,

@@ -40,6 +40,8 @@ from vllm.vit_cudagraph.costs import CostLines
 from vllm.vit_cudagraph.geometry import Limits
 from vllm.vit_cudagraph.testing import faults, histories, strategies
 from vllm.vit_cudagraph.testing.defects import DEFECTS, Defect
+from vllm.vit_cudagraph.testing.edges import edges as edge_batches
+from vllm.vit_cudagraph.testing.edges import named_edges
 from vllm.vit_cudagraph.testing.oracles import (
     Mismatch,
     assert_close,
@@ -167,7 +169,7 @@ class EncoderGraphConformance:
         manager = self.manager()
         capacities = [graph.capacity for graph in manager.captured.values()]
         frames = manager.settings.limits.frames
-        named = strategies.named_edges(self.subject().geometry, capacities, frames=frames)
+        named = named_edges(self.subject().geometry, capacities, frames=frames)
         assert named
         for name, batch in named.items():
             try:
@@ -182,7 +184,7 @@ class EncoderGraphConformance:
             pytest.skip(missing)
         subject, manager = self.subject(), self.manager()
         capacities = [graph.capacity for graph in manager.captured.values()]
-        for batch in strategies.named_edges(subject.geometry, capacities).values():
+        for batch in named_edges(subject.geometry, capacities).values():
             mm_kwargs = subject.kwargs(batch)
             with flash_attention(subject.model.vit_tower()):
                 expected = subject.eager(mm_kwargs)
@@ -406,7 +408,7 @@ def _edges(suite: EncoderGraphConformance) -> st.SearchStrategy[Batch]:
     manager = suite.manager()
     capacities = [graph.capacity for graph in manager.captured.values()]
     frames = manager.settings.limits.frames
-    return strategies.edges(suite.subject().geometry, capacities, frames=frames)
+    return edge_batches(suite.subject().geometry, capacities, frames=frames)
 
 
 def _pairs(suite: EncoderGraphConformance) -> st.SearchStrategy[tuple[Batch, Batch]]:
@@ -447,7 +449,7 @@ def _settings_and_batches(suite: EncoderGraphConformance) -> st.SearchStrategy[A
                 geometry, most_items=12, most_tokens=small, most_videos=6, most_video_tokens=small
             ),
             strategies.batches(geometry, most_tokens=above, most_video_tokens=above),
-            strategies.edges(geometry, capacities, frames=chosen.frames),
+            edge_batches(geometry, capacities, frames=chosen.frames),
         )
         return st.tuples(st.just(chosen), st.lists(batches, min_size=1, max_size=2).map(tuple))
 
