@@ -10,6 +10,7 @@ from itertools import pairwise, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -500,6 +501,13 @@ def test_holds_looks_at_every_kind() -> None:
         ({"rows": WINDOW_ROWS}, "declare window_side together with window rows"),
         ({"rows": window_rows("order", "inverse")}, "declare window_side together"),
         ({"rows": {"w": Rows("windows", "offsets")}}, "declare window_side together"),
+        (
+            {"rows": {"order": window_rows("order", "inverse")["order"]}, "window_side": 4},
+            "declare window order and its inverse together, or neither",
+        ),
+        ({"temporal_merge": "mean"}, r"temporal_merge must be one of \('none', .*got 'mean'"),
+        ({"sequences": "window"}, r"sequences must be one of \('frame', .*got 'window'"),
+        ({"output_rows": "both"}, r"output_rows must be one of \('tokens', .*got 'both'"),
         ({"rows": {"m": Rows("longest", "longest")}}, "'m' must cover declared offsets, not None"),
         (
             {"rows": {"m": Rows("longest", "longest", covers="gone")}},
@@ -557,6 +565,20 @@ def test_long_items_are_several_sequences() -> None:
     assert make_geometry(sequences="item").capacity(9, limits).sequences == 2
     with pytest.raises(ValueError, match="sequence_frames must be at least 1 or None"):
         make_geometry(sequences="item", sequence_frames=0)
+
+
+def test_grids_that_passed_are_looked_up_and_others_never_pass() -> None:
+    """However many kinds of grids a process sees."""
+    geometry = make_geometry()
+    with mock.patch.object(geometry_module, "_MOST_PASSED", 3):
+        for side in (2, 4, 6, 8, 2, 10, 4):
+            assert geometry.checked_patches((3, side, 4)) == 12 * side
+            assert len(geometry._passed) <= 3
+            for _ in range(2):
+                with pytest.raises(NotCapturable, match="not a multiple of merge size 2"):
+                    geometry.checked_patches((3, side, 5))
+    with mock.patch.object(ViTGeometry, "check_grid", side_effect=AssertionError("looked up")):
+        assert geometry.checked_patches((3, 4, 4)) == 48
 
 
 def test_frames_come_in_multiples() -> None:

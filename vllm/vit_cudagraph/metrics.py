@@ -104,9 +104,9 @@ DEFINITIONS = (
     Definition("tokens", "budget", "Output tokens of replayed items, by token budget."),
     Definition("padding_tokens", "budget", "Tokens of replayed budgets that no item filled."),
     Definition("eager_items", "reason", "Vision items that ran eagerly, by reason."),
-    Definition("predicted_milliseconds", "budget", "Predicted cost of replays, by token budget."),
+    Definition("predicted_milliseconds", "budget", "Predicted cost of steps, by token budget."),
     Definition("timed_replays", "budget", "Replays that were timed, by token budget."),
-    Definition("measured_milliseconds", "budget", "What timed replays took, by token budget."),
+    Definition("measured_milliseconds", "budget", "What timed replays took on the device."),
     Definition("captured_graphs", "", "Encoder CUDA graphs that a worker holds.", "gauge"),
 )
 """All metrics. A counter's name on ``/metrics`` ends in ``_total``, as the library writes it."""

@@ -54,8 +54,10 @@ class Statistics:
         replayed: Items whose graph really ran.
         eager: Items that ran eagerly, by reason.
         replays, items, tokens: Graph replays, and what was in them, by token budget.
-        predicted_ms: What all replays were expected to cost, by token budget.
-        timed, timed_ms: Replays that were timed, and what they took, by token budget.
+        predicted_ms: What all replays were expected to cost, by token budget; with all that a step
+            of the manager does around them.
+        timed, timed_ms: Replays that were timed, and what they alone took on the device, by token
+            budget.
     """
 
     replayed: int = 0
