@@ -154,23 +154,24 @@ def test_vllm_plugins_switches_it_off() -> None:
     assert in_a_process(STATE.format(before=""), VLLM_PLUGINS="")[0] == STOCK
 
 
-@pytest.mark.parametrize("version", ["0.31.1", "0.34.0", "0.34.0.dev12+g1234"])
-def test_unsupported_version(version: str) -> None:
+@pytest.mark.parametrize("version", ["0.31.1", "0.34.0", "0.34.0.dev12+g1234", "0.40"])
+def test_unsupported_versions(version: str) -> None:
+    said = contract.unsupported_version(version)
+    assert said is not None and version in said and "<0.34,>=0.32" in said
+
+
+def test_beside_an_unsupported_version_it_does_nothing() -> None:
     """Stock vLLM, one clear warning, and none from a process that inherits the environment."""
-    script = STATE.format(before=f"vllm.__version__ = {version!r}")
-    state, log = in_a_process(script)
-    assert state == STOCK
-    said = [line for line in log.splitlines() if "vllm-vit-cudagraph does nothing" in line]
-    assert len(said) == 1 and version in said[0] and "Install 'vllm<0.34,>=0.32'" in said[0]
-    _, child_log = in_a_process(script, **{plugin.WARNED: "1"})
-    assert "vllm-vit-cudagraph" not in child_log
-
-
-def test_the_first_process_marks_the_environment() -> None:
-    script = STATE.format(before="vllm.__version__ = '0.40'") + (
-        f"import os\nprint(json.dumps(os.environ[{plugin.WARNED!r}]))\n"
+    script = STATE.format(before="vllm.__version__ = '0.34.0.dev12+g1234'")
+    marked, log = in_a_process(
+        script + f"import os\nprint(json.dumps(os.environ[{plugin.WARNED!r}]))\n"
     )
-    assert in_a_process(script)[0] == "1"
+    assert marked == "1" and json.dumps(STOCK) in log
+    said = [line for line in log.splitlines() if "vllm-vit-cudagraph does nothing" in line]
+    assert len(said) == 1 and "0.34.0.dev12+g1234" in said[0]
+    assert "Install 'vllm<0.34,>=0.32'" in said[0]
+    state, child_log = in_a_process(script, **{plugin.WARNED: "1"})
+    assert state == STOCK and "vllm-vit-cudagraph" not in child_log
 
 
 def test_a_changed_upstream_piece_is_named() -> None:
